@@ -58,7 +58,7 @@ megablocks:
 demo: install
 	$(RUN) $(BIN)/python -m benchmarks.demo --output-dir demo-run
 
-# five at a time on two cores: they wait half of their time, for ranks, for processes and for time limits
+# five at a time on two cores: each waits for its own ranks, processes and time limits, and the cores are never idle
 test: lint
 	$(RUN) $(PYTEST) --numprocesses 5 -m "not slow and not release"
 

@@ -19,7 +19,16 @@ import pytest
 import torch.distributed as dist
 
 from expertmesh.sharding.torchrun import STOPPED
-from tests.distributed.whole_runs import ROOT, Ended, Runs, Told, assert_same_bits, batch_of_12, tell
+from tests.distributed.whole_runs import (
+    ROOT,
+    Ended,
+    Runs,
+    Told,
+    assert_same_bits,
+    batch_of_12,
+    tell,
+    tell_with_forecast,
+)
 from tests.tiers import tiered
 
 PLACES = {
@@ -63,7 +72,7 @@ def tell_stopped_in(argv: list[str], phase: str, part: int, number: int) -> tupl
             os.kill(os.getpid(), number)
 
     with watched(phase, seen):
-        told = tell(argv)
+        told = (tell_with_forecast if phase == "forecast" else tell)(argv)
     if dist.is_initialized():  # which the end of a process would have seen to
         dist.destroy_process_group()
     return *told, made

@@ -18,7 +18,7 @@ from expertmesh.training.planning import rank_memory
 from expertmesh.training.start import inputs
 from expertmesh.training.tasks.registry import task_of
 from tests.distributed.pool import RankPool
-from tests.distributed.whole_runs import Runs
+from tests.distributed.whole_runs import Runs, tell_with_forecast
 
 
 def forecast_while_others_wait(model: Path) -> str:
@@ -53,7 +53,7 @@ def test_a_micro_batch_is_forecast_no_larger_than_the_data(runs: Runs) -> None:
     """50 samples: a micro-batch of 5,000 holds as much memory as one of 50, and more than one of 2."""
     held = {}
     for size in (2, 50, 5000):
-        printed = runs(1, f"--preview --per-device-train-batch-size {size}").printed
+        printed = runs(1, f"--preview --per-device-train-batch-size {size}", call=tell_with_forecast).printed
         (held[size],) = re.findall(r"^memory per rank, forecast: (.*), on top of", printed, re.MULTILINE)
     assert held[2] != held[50] == held[5000]
 

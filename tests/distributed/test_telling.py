@@ -17,7 +17,7 @@ from expertmesh.training.monitoring.profiling import _Recording
 from expertmesh.training.report import page
 from expertmesh.training.run.finished import complete_report
 from tests.distributed.pool import RankPool
-from tests.distributed.whole_runs import Runs, Told, assert_same_bits, tell
+from tests.distributed.whole_runs import Runs, Told, assert_same_bits, tell_with_forecast
 
 PRODUCT = "expertmesh.training."
 FAILS = {
@@ -61,7 +61,7 @@ def with_all_failing(argv: list[str]) -> Told:
             planted.enter_context(mock.patch(PRODUCT + place, raises))
         planted.enter_context(mock.patch.object(_Recording, "step", lambda *given: second_time()(*given)))
         planted.enter_context(mock.patch("accelerate.tracking.TensorBoardTracker.log", side_effect=KeyError("full")))
-        code, printed, errors = tell(argv)
+        code, printed, errors = tell_with_forecast(argv)
     never = [place for place, raises in failing.items() if not raises.called]
     return code, printed, errors + "".join(f"never called: {place}\n" for place in never)
 

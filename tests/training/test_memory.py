@@ -30,7 +30,7 @@ from expertmesh.training.planning.memory import Memory
 from expertmesh.training.planning.rank_memory import Forecast, longest_sequence
 from expertmesh.training.run import run
 from tests.distributed.pool import RankPool
-from tests.distributed.whole_runs import run_main
+from tests.distributed.whole_runs import tell_with_forecast
 from tests.families.configs import tiny_config
 from tests.sharding.planned import launched
 from tests.tiers import tiered
@@ -141,7 +141,7 @@ def forecast_and_copied(argv: list[str]) -> tuple[float, int]:
         mock.patch.object(run, "forecast_memory", forecasting),
         mock.patch.object(Saver, "bytes_to_copy", measuring),
     ):
-        code, errors = run_main(argv)
+        code, _, errors = tell_with_forecast(argv)
     assert code == 0, errors
     return found["forecast"].copies, found["copied"]
 
@@ -292,7 +292,8 @@ def run_with_little_memory(argv: list[str]) -> tuple[int, str]:
     whole = rank_memory.available_memory
     rank_memory.available_memory = lambda device, before: resident() + 1000.0
     try:
-        return run_main(argv)
+        code, _, errors = tell_with_forecast(argv)
+        return code, errors
     finally:
         rank_memory.available_memory = whole
 
