@@ -8,6 +8,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -20,26 +21,43 @@ FLOORS = ["moe", "sharding", "checkpoints", "training"]
 Graph = dict[Path, set[Path]]
 
 
+@cache
+def product_files(root: Path) -> set[Path]:
+    """By their paths from `root`."""
+    return {path.relative_to(root) for floor in FLOORS for path in (root / floor).rglob("*.py")}
+
+
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
 def read_graph(root: Path, with_types: bool = False) -> Graph:
     """Which files each file imports, by their paths from `root`.
 
     Args:
         with_types: whether imports for type checkers alone count.
     """
-    files = {path.relative_to(root) for floor in FLOORS for path in (root / floor).rglob("*.py")}
+    files = product_files(root)
     return {file: set(imported(root, file, files, with_types)) for file in files}
 
 
-def imported(root: Path, file: Path, files: set[Path], with_types: bool) -> Iterator[Path]:
-    tree = ast.parse((root / file).read_text(encoding="utf-8"))
-    unused = {
-        id(node)
+@cache
+def imports(file: Path) -> list[tuple[ast.ImportFrom, bool]]:
+    """Each with whether it is for type checkers alone."""
+    tree = parsed(file)
+    for_types = {
+        node
         for block in ast.walk(tree)
-        if not with_types and isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        if isinstance(block, ast.If) and isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING"
         for node in ast.walk(block)
     }
-    for node in ast.walk(tree):
-        if id(node) in unused or not isinstance(node, ast.ImportFrom):
+    return [(node, node in for_types) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+
+
+def imported(root: Path, file: Path, files: set[Path], with_types: bool) -> Iterator[Path]:
+    for node, is_for_types in imports(root / file):
+        if is_for_types and not with_types:
             continue
         module = (node.module or "").split(".") if node.module else []
         if node.level:
@@ -133,8 +151,8 @@ DEFINED_TWICE = {
 def names_defined(root: Path) -> dict[str, set[str]]:
     """Public functions and classes, by name the files that define them."""
     found: dict[str, set[str]] = defaultdict(set)
-    for file in [*read_graph(root), Path("train_ep.py")]:
-        for node in ast.parse((root / file).read_text(encoding="utf-8")).body:
+    for file in [*product_files(root), Path("train_ep.py")]:
+        for node in parsed(root / file).body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
                 found[node.name].add(str(file))
     return found
@@ -149,7 +167,7 @@ def test_a_public_name_means_one_thing() -> None:
 def asking_for_dry_runs(root: Path) -> set[str]:
     """Files outside of forecasts that know of dry runs."""
     planning = Path("training/planning")
-    files = [file for file in read_graph(root) if not file.is_relative_to(planning)]
+    files = [file for file in product_files(root) if not file.is_relative_to(planning)]
     return {str(file) for file in files if "rehears" in re.sub(r'"""(?s:.*?)"""|#.*', "", (root / file).read_text())}
 
 

@@ -23,7 +23,9 @@ from torch.utils._pytree import tree_leaves
 from ..experts.layout import expert_modules
 from ..experts.model_facts import Attention, ProbedFacts, SeenExperts
 from ..experts.router_stats import LOG_SCORES, UNKNOWN, RouterKind
+from ..torch_private import CalledDirectly
 from ..util.errors import ExpertMeshError
+from .known_results import KnownResults, Result
 
 _POSITIONS = 8
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution"})
@@ -185,7 +187,7 @@ def _run(model: Any, what: str, **arguments: Any) -> Any:
         raise ExpertMeshError(f"transformers' {name} {what}: {type(error).__name__}: {error}") from error
 
 
-class _BeforeOperators(TorchDispatchMode):
+class _BeforeOperators(CalledDirectly, TorchDispatchMode):
     """Calls `look(operator, args, kwargs)` before each operator."""
 
     def __init__(self, look: Callable[[Any, Any, Any], None]):
@@ -197,7 +199,7 @@ class _BeforeOperators(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-class _NotingWeights(TorchDispatchMode):
+class _NotingWeights(CalledDirectly, TorchDispatchMode):
     """Notes of sums of two scalars by which number one of them was multiplied."""
 
     def __init__(self) -> None:
@@ -462,10 +464,19 @@ def answering_host() -> Iterator[None]:
         yield
 
 
-class _AnswerHost(TorchDispatchMode):
+class _AnswerHost(CalledDirectly, TorchDispatchMode):
     """Answers 1, or True, where code asks the device for a value, which the meta device does not have."""
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if operator is torch.ops.aten._local_scalar_dense.default:
             return torch.ones((), dtype=args[0].dtype, device="cpu").item()
-        return operator(*args, **(kwargs or {}))
+        return _KNOWN.call(operator, args, kwargs, partial(operator, *args, **kwargs), Result.on_meta)
+
+
+def _meta(tensor: Tensor) -> torch.device | None:
+    return tensor.device if tensor.is_meta and type(tensor) in (Tensor, nn.Parameter) else None
+
+
+_KNOWN = KnownResults(_meta)
+"""Of all models of a process."""

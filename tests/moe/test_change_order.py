@@ -1,6 +1,7 @@
 """The order in which a model's modules are changed: stated once, asserted, and known to all that changes any."""
 
 import ast
+import re
 from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
@@ -48,7 +49,10 @@ def test_whatever_changes_modules_has_a_place_in_the_order() -> None:
     begun, silent = set(), set()
     for floor in ("moe", "sharding", "checkpoints", "training"):
         for path in (ROOT / floor).rglob("*.py"):
-            tree = ast.parse(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
+            if not re.search(r"begin_change|\bforward\b|__class__|register_forward_", text):
+                continue  # whose tree has nothing to find
+            tree = ast.parse(text)
             calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
             begins = {ast.literal_eval(c.args[1]) for c in calls if ast.unparse(c.func) == "begin_change"}
             begun |= begins

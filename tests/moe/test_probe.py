@@ -14,7 +14,7 @@ from expertmesh.moe.experts.model_facts import SeenExperts
 from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.experts.router_stats import UNKNOWN, RouterKind
 from expertmesh.moe.hf_model.build import build_model
-from expertmesh.moe.hf_model.probe import probe
+from expertmesh.moe.hf_model.probe import answering_host, probe
 from expertmesh.moe.util.errors import ExpertMeshError
 from tests.families.configs import tiny_config as config_of
 from tests.rounding import OTHER_ORDER
@@ -44,6 +44,20 @@ def test_nothing_of_the_meta_device_stays_behind() -> None:
     with torch.no_grad():
         found = loaded(build_model(theirs.config, "eager"), theirs).eval()(tokens_BS).logits
         assert relative_error(found, theirs.eval()(tokens_BS).logits) < OTHER_ORDER
+
+
+def test_what_an_operator_gives_again_lies_where_it_did() -> None:
+    """In the storage of its argument, or in one of its own; and what is written to is the argument."""
+    with answering_host():
+        for _ in range(2):
+            x = torch.empty(4, 6, device="meta")
+            column, added = x[:, 1], x + 1
+            assert (column.untyped_storage()._cdata, column.stride()) == (x.untyped_storage()._cdata, (6,))
+            assert added.untyped_storage()._cdata != x.untyped_storage()._cdata
+            assert (added.shape, added.dtype) == (x.shape, x.dtype)
+            assert x.add_(added) is x
+            assert [part.shape for part in x.split(3)] == [(3, 6), (1, 6)]
+            assert (x.to(torch.bfloat16) + 1).dtype == torch.bfloat16
 
 
 def test_a_model_is_left_as_it_was() -> None:

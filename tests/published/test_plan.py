@@ -14,6 +14,7 @@ from expertmesh.training.planning.rehearsal.layer_kinds import kinds_of_layers
 from expertmesh.training.planning.rehearsal.short import Short
 from tests.published.models import CONFIGS, MODELS
 from tests.test_configs import PUBLISHED
+from tests.tiers import tiered
 from tests.training.dry_runs import flags_of
 
 GPUS = 16
@@ -54,7 +55,7 @@ def told(capsys: pytest.CaptureFixture[str], command: str, name: str, *flags: st
 
 @pytest.mark.parametrize(
     ("name", "run"),
-    [("gemma-4-26b-a4b", 18), ("trinity-mini", 20), ("kimi-linear-48b-a3b", 18), ("qwen3-next-80b", 12)],
+    tiered([("gemma-4-26b-a4b", 18), ("trinity-mini", 20), ("qwen3-next-80b", 12)], slow=[("kimi-linear-48b-a3b", 18)]),
 )
 def test_a_dry_run_has_few_layers(name: str, run: int) -> None:
     """Of hybrids, whose first and last layers are of other kinds."""

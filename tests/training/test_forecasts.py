@@ -218,19 +218,19 @@ def test_no_figure_depends_on_a_setting_that_is_not_in_the_key(name: str) -> Non
         assert getattr(config, setting) == getattr(TrainConfig(model="-"), setting), setting
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"found": 1}', "more digits"])
-def test_damaged_files_are_made_again(own_cache: Path, content: str) -> None:
+def test_damaged_files_are_made_again(own_cache: Path) -> None:
     account = forecasts_of().account(asked())
     whole = {file: file.read_text() for file in files(own_cache)}
     assert len(whole) >= 2
-    for file, text in whole.items():
-        file.write_text(text.replace('"num_experts": ', '"num_experts": 1').replace('"peak": ', '"peak": 1'))
-        if content != "more digits":
-            file.write_text(content)
-    assert forecasts_of().account(asked()) == account
-    assert {file: json.loads(file.read_text()) for file in files(own_cache)} == {
-        file: json.loads(text) for file, text in whole.items()
-    }
+    for content in ("", "[]", "{}", '{"found": 1}', "more digits"):
+        for file, text in whole.items():
+            file.write_text(text.replace('"num_experts": ', '"num_experts": 1').replace('"peak": ', '"peak": 1'))
+            if content != "more digits":
+                file.write_text(content)
+        assert forecasts_of().account(asked()) == account, content
+        assert {file: json.loads(file.read_text()) for file in files(own_cache)} == {
+            file: json.loads(text) for file, text in whole.items()
+        }, content
     unread = next(iter(whole)).with_name("of-another-release.json")
     unread.write_text("{}")
     os.utime(unread, (0, 0))

@@ -1,6 +1,7 @@
 """What images cost by forecast: as much as a step of transformers' class, or a real one on a CPU, takes."""
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,6 +34,8 @@ from tests.tiers import tiered
 from tests.training.dry_runs import CLUSTER
 
 TOKENS, LENGTH = 6, 24
+WORLD_SIZE = 4
+GATHERED = ("all-gather", "forward")
 QUICK = ["qwen3_vl_moe", BOTH_WAYS]
 
 
@@ -83,6 +86,18 @@ def flops_of_transformers(model: Any, image: dict[str, Any]) -> int:
     return int(counts[0] - counts[1])
 
 
+def needed(config: TrainConfig, tokens: int) -> float:
+    """FLOPs of a dry run of a step with an image of so many tokens, or without one."""
+    step = rehearse(asked(config, trained=0.5, image_tokens=tokens), image_config("qwen3_vl_moe"))
+    return sum(event.needed for event in step.recorder.events)
+
+
+@cache
+def needed_by_text() -> float:
+    """Whatever is trained of what images pass."""
+    return needed(config_of(), 0)
+
+
 @pytest.mark.parametrize("trained", [["tower", "projector"], ["projector"], []])
 def test_flops_are_those_that_torch_counts(trained: list[str]) -> None:
     """Of a step of transformers' class, of a dry run, and of what MFU is reckoned by."""
@@ -99,11 +114,7 @@ def test_flops_are_those_that_torch_counts(trained: list[str]) -> None:
     by_patch, by_pair = image_flops(ours)
     assert by_patch * patches + by_pair * patches**2 == pytest.approx(wanted, rel=1e-9)
 
-    def needed(tokens: int) -> float:
-        step = rehearse(asked(config, trained=0.5, image_tokens=tokens), theirs.config)
-        return sum(event.needed for event in step.recorder.events)
-
-    assert needed(TOKENS) - needed(0) == pytest.approx(wanted, rel=1e-9)
+    assert needed(config, TOKENS) - needed_by_text() == pytest.approx(wanted, rel=1e-9)
     counts = replace(count_parameters(ours), images=(by_patch, by_pair))
     of_step = counts, theirs.config, 8, 8, [64] * len(counts.attention)
     told = training_flops(*of_step, of_images=(1, patches, patches**2)) - training_flops(*of_step)
@@ -153,37 +164,16 @@ def test_the_tower_stands_before_the_first_layer() -> None:
     assert with_image["after"].kept == without["after"].kept
 
 
-def test_a_large_tower_is_gathered_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By forecast: as many bytes in its forward, none of them twice; in more collectives, of which none is larger than
-    a block or what lies around."""
-    model_config = image_config("qwen3_vl_moe")
-    model = build_rehearsed(config_of(), model_config, "cpu")
-    blocks = model.model.visual.blocks
-    sent, largest = [], []
-    for limit in (tower.LARGEST_IN_ROOT, 0):
-        monkeypatch.setattr(tower, "LARGEST_IN_ROOT", limit)
-        step = rehearse(replace(asked(config_of(ep_size=2), image_tokens=TOKENS), world_size=2), model_config)
-        gathers = [e.sent for e in step.recorder.events if e.phase == "forward" and e.collective == "all-gather"]
-        sent.append(gathers)
-        largest.append(max(gathers))
-    assert len(sent[1]) - len(sent[0]) == len(blocks)
-    assert sum(sent[1]) == pytest.approx(sum(sent[0]), rel=0.01)
-    of_blocks = sum(p.nbytes for p in blocks.parameters())
-    assert largest[0] - largest[1] == pytest.approx(of_blocks / 2, rel=0.01)
-
-
-def collectives_of(
-    monkeypatch: pytest.MonkeyPatch, family: str, is_large: bool, has_image: bool, **flags: Any
-) -> list[tuple[Any, ...]]:
+def collectives_of(family: str, is_large: bool, has_image: bool, **flags: Any) -> list[tuple[Any, ...]]:
     """What a rank with a GPU calls in a step in which another one has an image."""
-    with monkeypatch.context() as patched:
+    with pytest.MonkeyPatch.context() as patched:
         patched.setattr(tower, "LARGEST_IN_ROOT", 0 if is_large else tower.LARGEST_IN_ROOT)
         over = StepCounts.over
         patched.setattr(StepCounts, "over", lambda counts, number: replace(over(counts, number), has_images=True))
         if not has_image:
             patched.setattr(world, "_with_images", lambda batch, *others: batch)
         given = asked(config_of(ep_size=2, use_cpu=False, **flags), trained=0.5, image_tokens=TOKENS)
-        step = rehearse(replace(given, world_size=4, device="cuda"), image_config(family))
+        step = rehearse(replace(given, world_size=WORLD_SIZE, device="cuda"), image_config(family))
     return [(e.collective, e.ranks, e.sent, e.phase) for e in step.recorder.events if e.collective]
 
 
@@ -191,16 +181,39 @@ FLAGS: list[dict[str, Any]] = [{}, {"train_vision": ["projector"]}, {"gradient_c
 CASES = [*(("qwen3_vl_moe", flags) for flags in FLAGS), *((family, FLAGS[0]) for family in FAMILIES[1:])]
 
 
+@cache
+def called_with_an_image(is_large: bool) -> list[tuple[Any, ...]]:
+    """By a rank of the first case that has an image itself."""
+    family, flags = CASES[0]
+    return collectives_of(family, is_large, True, **flags)
+
+
+def test_a_large_tower_is_gathered_by_block() -> None:
+    """By forecast: as many bytes in its forward, none of them twice; in more collectives, of which none is larger than
+    a block or what lies around."""
+    blocks = build_rehearsed(config_of(), image_config(CASES[0][0]), "cpu").model.visual.blocks
+    sent = [
+        [size for collective, _, size, phase in called_with_an_image(is_large) if (collective, phase) == GATHERED]
+        for is_large in (False, True)
+    ]
+    assert len(sent[1]) - len(sent[0]) == len(blocks)
+    assert sum(sent[1]) == pytest.approx(sum(sent[0]), rel=0.01)
+    of_blocks = sum(p.nbytes for p in blocks.parameters())
+    assert max(sent[0]) - max(sent[1]) == pytest.approx(of_blocks * (1 - 1 / WORLD_SIZE), rel=0.01)
+
+
 @pytest.mark.parametrize("is_large", [False, True])
 @pytest.mark.parametrize(
     ("family", "flags"),
     tiered([CASES[0]], CASES[1:]),
 )
-def test_a_rank_without_images_calls_the_others_collectives(
-    family: str, flags: dict[str, Any], is_large: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_without_images_calls_the_others_collectives(family: str, flags: dict[str, Any], is_large: bool) -> None:
     """On GPUs too, where units are gathered ahead: in the same order, and of the same sizes."""
-    wanted, found = (collectives_of(monkeypatch, family, is_large, has_image, **flags) for has_image in (True, False))
+    if (family, flags) == CASES[0]:
+        wanted = called_with_an_image(is_large)
+    else:
+        wanted = collectives_of(family, is_large, True, **flags)
+    found = collectives_of(family, is_large, False, **flags)
     assert found == wanted
     assert len(wanted) > 20
 

@@ -25,21 +25,25 @@ LAYERS = 8
 FLAGS = ["--gpus", "16", "--ep-size", "8", "--bf16", "--max-seq-length", "64", "--per-device-train-batch-size", "1"]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def save_config(directory: Path, num_layers: int) -> str:
     """A directory with nothing but a config."""
-    directory = tmp_path_factory.mktemp("model")
     MixtralConfig(
         vocab_size=128,
         hidden_size=64,
         intermediate_size=64,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         num_local_experts=8,
         num_experts_per_tok=2,
     ).save_pretrained(directory)
     return str(directory)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """As deep as it takes for few layers to be run."""
+    return save_config(tmp_path_factory.mktemp("model"), LAYERS)
 
 
 def told(model: str, capsys: pytest.CaptureFixture[str], *flags: str, code: int = 0) -> str:
@@ -207,9 +211,10 @@ def test_packed_rows_cost_fewer_pairs(model: str, capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("ep_size", tiered(["1"], slow=["8", "4"]))
 def test_what_a_step_needs_is_the_same_by_every_kernel(
-    model: str, capsys: pytest.CaptureFixture[str], ep_size: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ep_size: str
 ) -> None:
     """FLOPs of one expert, of few one after the other, and of many at once; also of GEMMs that are written in place."""
+    model = save_config(tmp_path, 2)
     needed = [
         accounts(model, capsys, "--ep-size", ep_size, "--expert-kernel", kernel)[0]["needed"]
         for kernel in ("loop", "torch-grouped")

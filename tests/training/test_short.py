@@ -142,7 +142,7 @@ def check(told: Account, run: Account, at_layers: float = 1e-3) -> None:
 LINES = [name for name, (_, _, flags) in SETTINGS.items() if "pp_size" not in flags]
 ENDS = ("1,024 ranks", "shared experts, dense first layers, MLA")
 """Settings in which streams and host are ahead of one another by more layers than short models have."""
-QUICK = ("LoRA", "kept casts")
+QUICK = ("kept casts",)
 IRREGULAR = {
     # an attention of another kind from layer to layer, which begins anew with each copy of the tiny model
     "biases, windows, sinks": (
