@@ -476,7 +476,13 @@ raise SystemExit(75)
     [
         ("saves", {}, 75, True, ""),
         ("saves", {"SLURM_RESTART_COUNT": "3", "MAX_REQUEUES": "3"}, 75, False, "requeued 3 times (MAX_REQUEUES)"),
-        ("saves nothing", {}, 75, False, "stopped with no checkpoint saved in this job, so it is not requeued"),
+        (
+            "saves nothing",
+            {},
+            75,
+            False,
+            "ended with 75, and no checkpoint was saved in this job",
+        ),
         ("fails", {}, 2, False, ""),
         ("a mistake", {}, 2, False, "train_ep.py: error: --weight-column w: --task dpo"),
     ],

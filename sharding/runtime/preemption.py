@@ -9,6 +9,7 @@ Imports nothing that takes time: a run answers signals before it imports anythin
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
@@ -29,7 +30,8 @@ _requests: list["StopRequest"] = []
 
 
 class StopRequest:
-    """Use as a context manager, within the main thread: inside, these signals are marked, and answered.
+    """Use as a context manager: inside, these signals are marked, and answered. Threads other than the main one, such as
+    Ray Train's, get none.
 
     Args:
         answer: called by the first signal's handler; None: the mark is all.
@@ -46,7 +48,7 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         _requests.append(self)
-        for number in SIGNALS:
+        for number in SIGNALS if threading.current_thread() is threading.main_thread() else ():
             self.before[number] = signal.signal(number, self._mark)
         return self
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,16 @@ def tell_stopped(argv: list[str], phase: str, number: int, cache: Path) -> Told:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
         return tell_stopped_in(argv, phase, 1 if phase != "forecast" else 0, number)[:3]
+
+
+def tell_in_a_thread(argv: list[str]) -> Told:
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(tell, argv).result()
+
+
+def test_outside_the_main_thread(runs: Runs) -> None:
+    """As Ray Train runs it: where there are no signals."""
+    assert runs(1, "--max-steps 1", call=tell_in_a_thread).values("step") == [1]
 
 
 BEFORE = {
