@@ -12,7 +12,7 @@ from expertmesh.training.data.record_kinds import CONVERSATIONS, RecordKind
 from expertmesh.training.loss.objective import Objective
 from expertmesh.training.start.inputs import data_options
 from expertmesh.training.tasks.distillation import Distillation
-from expertmesh.training.tasks.registry import _TASKS, register_task, task_of
+from expertmesh.training.tasks.registry import register_task, task_of
 from expertmesh.training.tasks.task import DataTraits, Task
 
 OF_TASK = {
@@ -42,12 +42,9 @@ class Focal(Task):
 
 
 @pytest.fixture(autouse=True)
-def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    known = dict(_TASKS)
-    monkeypatch.setattr(TASKS, "_entries", dict(TASKS._entries))
-    yield
-    _TASKS.clear()
-    _TASKS.update(known)
+def _as_before() -> Iterator[None]:
+    with TASKS.restored():
+        yield
 
 
 def parse(flags: str) -> Any:
@@ -57,10 +54,18 @@ def parse(flags: str) -> Any:
 def register(heeds: tuple[str, ...], of_records: tuple[str, ...]) -> None:
     by_turns = RecordKind("verdict by verdict") if "split_turns" in of_records else None
     records = RecordKind("verdicts", heeds=of_records, by_turns=by_turns)
-    own = TaskEntry(
-        name="focal", help="own", records=records, has_reference=False, heeds=heeds, losses=(), with_divergence=()
+    register_task(
+        TaskEntry(
+            name="focal",
+            help="own",
+            records=records,
+            has_reference=False,
+            heeds=heeds,
+            losses=(),
+            with_divergence=(),
+            task=Focal,
+        )
     )
-    register_task(own, Focal)
 
 
 def test_the_tables_have_every_trait() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import date
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
-from ...moe.dispatch.dispatcher_entries import DISPATCHER_ENTRIES, dispatchers_of, help_of_dispatch
+from ...moe.dispatch.dispatcher_entries import DISPATCHERS, dispatchers_of, help_of_dispatch
 from ...moe.hf_model.rope import RopeScaling, read_rope_scaling
 from ...moe.kernels.kernel_entries import BESIDE_FP8, Precision, check_kernel_name, help_of_kernels, is_beside_fp8
 from ...moe.util.errors import ExpertMeshError
@@ -215,7 +215,7 @@ def _of_tasks(loss: str) -> Excludes:
 
 def _dispatchers_that(can: str, conjunction: str, *before: str) -> str:
     """In words, the names of those whose entries say so of this."""
-    *names, last = [*before, *(entry.name for entry in DISPATCHER_ENTRIES.entries() if getattr(entry, can))]
+    *names, last = [*before, *(entry.name for entry in DISPATCHERS.entries() if getattr(entry, can))]
     return f"{', '.join(names)} {conjunction} {last}"
 
 
@@ -706,7 +706,7 @@ class ParallelSettings:
         "dispatch": "moe_token_dispatcher_type",
         **{
             f"--dispatch {entry.name}": " ".join(f"dispatch={value}" for value in entry.elsewhere)
-            for entry in DISPATCHER_ENTRIES.entries()
+            for entry in DISPATCHERS.entries()
         },
     }
 
@@ -773,7 +773,7 @@ class ParallelSettings:
     overlap_chunks: int = _flag(
         1, "Chunks overlapping all-to-all with expert GEMMs, at most the local experts; 1: off", _EP, least=1
     )
-    dispatch: str = _flag("auto", help_of_dispatch, _EP, choices=DISPATCHER_ENTRIES.choices)
+    dispatch: str = _flag("auto", help_of_dispatch, _EP, choices=DISPATCHERS.choices)
     dispatch_sums: DispatchSums = _flag(
         "same",
         lambda: (
