@@ -7,7 +7,7 @@ import pytest
 
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.tasks import SFT, TASKS, TaskEntry
-from expertmesh.training.config.train_config import SETTINGS, parse_config
+from expertmesh.training.config.train_config import SETTINGS, as_flag, parse_config
 from expertmesh.training.data.record_kinds import CONVERSATIONS, RecordKind
 from expertmesh.training.loss.objective import Objective
 from expertmesh.training.start.inputs import data_options
@@ -81,12 +81,10 @@ def test_a_trait_on_and_off(name: str, flags: str) -> None:
     register(tuple(OF_TASK.keys() - {name}), tuple(OF_RECORDS.keys() - {name}))
     with pytest.raises(ExpertMeshError) as caught:
         parse(f"--task focal {flags}")
-    flag, *value = flags.split()
     reads = name in OF_RECORDS
     why = "is not for verdicts, which --task focal reads" if reads else "--task focal does not read it"
     why = "--task focal needs a fixed set of data" if name == "streaming" else why
-    asked = " ".join([flag, *value]) if SETTINGS[name].metadata.get("metavar") != "DIR" else flag
-    said = flag if name in ("streaming", "prompt_template", "teacher") else asked
+    said = "--prompt-template" if name == "prompt_template" else as_flag(name, getattr(parse(flags), name))
     assert str(caught.value) == f"{said}: {why}; leave it out"
 
 

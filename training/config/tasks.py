@@ -18,9 +18,7 @@ class TaskEntry:
         name, help: of the flag.
         records: what a record of its data is.
         has_reference: whether its loss compares with the model as it began.
-        heeds: of the settings that not every task reads, those that it does: the settings of preferences,
-            `weight_column`, `loss_average`, `loss_by_dataset`, `streaming`, `teacher` and `train_mtp`. What of the
-            settings of data it reads is said by `records`.
+        heeds: of the settings that not every task reads, those that it does, but for those that `records` says.
         losses: the values of --preference-loss that it knows; with_divergence: those of them that need an estimate of
             the divergence from the reference.
         task: its class, one made of `training.tasks.task.Task` (see `moe.util.registry`).
