@@ -160,7 +160,7 @@ class FlagParser(Parser):
 
     def _add_flag(self, group: _ArgumentGroup, setting: Field[Any]) -> None:
         own = {name: setting.metadata[name] for name in _OF_PARSERS if name in setting.metadata}
-        arguments: dict[str, Any] = {"type": _value_type(setting), **own}
+        arguments: dict[str, Any] = {"type": value_type(setting), **own}
         names = [setting.name, *setting.metadata.get("aliases", ())]
         self.names |= dict.fromkeys(names, setting.name)
         arguments |= {name: arguments[name]() for name in ("help", "choices") if callable(arguments.get(name))}
@@ -190,7 +190,7 @@ def default_of(setting: Field[Any]) -> Any:
     return setting.default if setting.default_factory is MISSING else setting.default_factory()
 
 
-def _value_type(setting: Field[Any]) -> Any:
+def value_type(setting: Field[Any]) -> Any:
     """The type of a field; without None, which is what leaving out the flag gives."""
     # typing's own kind of union is what a Literal makes one of
     if get_origin(setting.type) in (UnionType, Union):

@@ -14,16 +14,17 @@ from functools import cached_property
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin
 
 import yaml
 
 from ...moe.util.atomic_write import whole
+from ...moe.util.entry_checks import fits, in_words
 from ...moe.util.errors import ExpertMeshError, SeveralMistakes, problems_of
 from ...moe.util.parser import flag_of, unknown_name
 from ...sharding.parallelize.choices import Strategy
 from ...sharding.topology import Topology
-from .flags import LIMITS, FlagParser, default_of, of_class
+from .flags import LIMITS, FlagParser, default_of, of_class, value_type
 from .moves import Moves
 from .settings import (
     ENGINE,
@@ -69,10 +70,18 @@ class TrainConfig(
     DataSettings,
     ModelSettings,
 ):
-    """Every setting of a run. Each is a flag (`--ep-size`, also `--ep_size`) and a key of the YAML file.
+    """Every setting of a run. Each is a flag (`--ep-size`, also `--ep_size`), a key of the YAML file, and an argument
+    here; `train_ep.py --help` says what it does.
 
-    `--help` prints them by groups, in the order that fields of a dataclass have: that of the last base first.
+    Example:
+        settings = expertmesh.TrainConfig(model="DIR", ep_size=1, learning_rate=1e-5)
+        engine = expertmesh.load(settings)
+
+    Raises:
+        ExpertMeshError: a value is none that a setting may have, or settings do not go together.
     """
+
+    # --help prints fields by groups, in the order that those of a dataclass have: that of the last base first
 
     overridden: ClassVar[Sequence[str]] = ()
     """What flags have taken the place of in the YAML file, in words, to be told."""
@@ -80,6 +89,8 @@ class TrainConfig(
     """Settings that were given as flags, at their defaults as well."""
 
     def __post_init__(self) -> None:
+        if mistyped := [*self._mistyped()]:
+            raise SeveralMistakes(mistyped)
         malformed = list(self._malformed())
         problems = [*self.out_of_range(), *malformed]
         if not malformed:
@@ -92,6 +103,13 @@ class TrainConfig(
     def broken_rules(self) -> list[str]:
         """What does not go together, in words."""
         return [rule.words(self) for rule in RULES if rule.is_broken(self)]
+
+    def _mistyped(self) -> Iterator[str]:
+        """What is of another type than its setting, in words: flags are read as theirs, arguments are not."""
+        for name, hint in _HINTS.items():
+            value = getattr(self, name)
+            if value is not SETTINGS[name].default and not fits(value, hint):
+                yield f"{flag_of(name)}: is {value!r:.80}, not {in_words(hint)}"
 
     def _malformed(self) -> Iterator[str]:
         """What is wrong with single values, in words; those that are lists of names are put in order."""
@@ -253,6 +271,16 @@ class TrainConfig(
 
 
 SETTINGS = {setting.name: setting for setting in fields(TrainConfig)}
+
+
+def _hint(setting: Field[Any]) -> Any:
+    """The type of a field's values; of a choice any text, as a run of another release may have recorded others."""
+    kind = value_type(setting)
+    kind = str if get_origin(kind) is Literal else kind
+    return kind | None if setting.default is None else kind
+
+
+_HINTS = {name: _hint(setting) for name, setting in SETTINGS.items()}
 _LIMITED = {
     name: {limit: setting.metadata[limit] for limit in LIMITS if limit in setting.metadata}
     for name, setting in SETTINGS.items()
@@ -392,7 +420,7 @@ def make_config(settings: Mapping[str, Any]) -> TrainConfig:
     """
     parser = make_parser()
     given = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
-    file = given.pop("config", None)
+    file = None if (config := given.pop("config", None)) is None else str(config)
     flags, refused = _settings(parser, given)
     if refused:
         raise SeveralMistakes(refused)
