@@ -79,8 +79,12 @@ def migrate(file: Path) -> Migrated:
     content = {key: value for key, value in content.items() if not _is_empty(value)}
     for key, value in content.items():
         _take_key(migrated, parser, str(key), value)
-    for tool, name, value in parser.others.other_defaults(written_by_name(content), migrated.settings):
-        migrated.take({name: parser.value_of(name, [value])}, f"by default in {tool}")
+    for tool, default in parser.others.other_defaults(written_by_name(content), migrated.settings):
+        name, value = default.setting, default.value
+        if value:
+            migrated.take({name: parser.value_of(name, [value])}, f"by default in {tool}")
+        else:
+            migrated.open.append(f"{name}: {default.words(tool)}")
     for key, values in parser.passed_over:
         for name in parser.others.contradicted(key.replace("-", "_"), migrated.settings):
             said = as_flag(name, migrated.settings[name])

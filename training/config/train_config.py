@@ -617,8 +617,8 @@ def _given(parser: FlagParser, flags: dict[str, Any], config: str | None) -> Giv
             of_run += _without_tf32(given)
     if refused:
         refused += [
-            f"{name} is left out: {tool} has {value} by default; give {flag_of(name)} {value}"
-            for tool, name, value in parser.others.other_defaults(written_by_name(content), given.all)
+            f"{default.setting} is left out: {default.words(tool)}"
+            for tool, default in parser.others.other_defaults(written_by_name(content), given.all)
         ]
         refused += of_run
     elif len(of_run) > 1:  # a single one is told by what needs it
