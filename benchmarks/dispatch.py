@@ -25,7 +25,7 @@ import torch.distributed as dist
 from benchmarks.network import Network, can_make_networks
 from expertmesh.checkpoints.hf.source import open_source
 from expertmesh.moe.dispatch import exchange
-from expertmesh.moe.dispatch.dispatcher_entries import DISPATCHER_ENTRIES
+from expertmesh.moe.dispatch.dispatcher_entries import DISPATCHERS
 from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.sharding.mesh import build_mesh
@@ -42,7 +42,7 @@ from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.steps.step import train_step
 
 RANKS_PER_NODE = 2
-VARIANTS = DISPATCHER_ENTRIES.names()
+VARIANTS = DISPATCHERS.names()
 
 
 @ends_with_reader

@@ -54,8 +54,8 @@ from expertmesh.moe.experts.shape import MoEShape
 from expertmesh.moe.hf_model.build import dmoe_from, take_logits
 from expertmesh.moe.kernels.expert_kernels import choose_kernel
 from expertmesh.moe.kernels.expert_rows import ExpertRows
-from expertmesh.moe.kernels.kernel_entries import KERNEL_ENTRIES
-from expertmesh.moe.kernels.kernel_registry import ExpertKernel, KernelNeeds
+from expertmesh.moe.kernels.kernel_entries import KERNELS, KernelEntry
+from expertmesh.moe.kernels.kernel_registry import KernelNeeds
 from expertmesh.moe.util.atomic_write import whole
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.terminal import ends_with_reader
@@ -63,7 +63,7 @@ from expertmesh.moe.util.versions import installed_version
 from expertmesh.training.environment import cpu_model
 
 REFERENCE = "loop"
-KERNEL_VARIANTS = KERNEL_ENTRIES.names()
+KERNEL_VARIANTS = KERNELS.names()
 HF_VARIANTS = {"HF grouped_mm": "grouped_mm", "HF eager": "eager"}
 ORIGINAL_VARIANT = "original dMoE"
 CEILING = "ceiling"
@@ -389,13 +389,13 @@ def build_variants(
     return variants, reasons
 
 
-def kernel_variants(name: str, kernel: ExpertKernel, ours: Any) -> list[Variant]:
+def kernel_variants(name: str, kernel: KernelEntry, ours: Any) -> list[Variant]:
     """The full layer with one of our kernels, and that kernel alone."""
     experts: DMoE = ours.experts
     mlp: Any = experts.mlp
     weights = (mlp.w1, mlp.v1, mlp.w2)
-    assert kernel.fused is not None
-    compute = kernel.fused
+    compute = kernel.code.fused
+    assert compute is not None
 
     def run_layer(inputs: Inputs) -> Tensor:
         experts.mlp.kernel = kernel

@@ -361,7 +361,7 @@ def measure(arguments: argparse.Namespace) -> Found:
     forecast_seconds = account.time.total if is_gpu else None
     found = Found(
         f"{setting_in_words(arguments, config, model_config)}, {counts.total / 1e9:.2f} B parameters, experts by "
-        f"{assembled.kernel.kernel.entry.name}; {name}, torch {torch.__version__}",
+        f"{assembled.kernel.name}; {name}, torch {torch.__version__}",
         seconds,
         last.tokens / median,
         None if best is None else flops / median / 1e12 / best,

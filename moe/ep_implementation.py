@@ -110,7 +110,7 @@ class ExpertMeshEP(EPImplementation):
             # fused kernels take gate and up apart, which transformers has in one tensor: copying them each time would
             # cost more than it gains
             needs = KernelNeeds(*key, ((self.shape.model_width, self.shape.expert_width),), is_swiglu=False)
-            product = choose_kernel(self.expert_kernel, needs).kernel.product
+            product = choose_kernel(self.expert_kernel, needs).kernel.code.product
             assert product is not None
             self.products[key] = product
         return self.products[key]

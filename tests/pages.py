@@ -1,4 +1,4 @@
-"""Pages and a module that are made of the code: `python -m tests.pages` writes them, `tests/test_pages.py` compares.
+"""Pages that are made of the code: `python -m tests.pages` writes them, `tests/test_pages.py` compares.
 
 `docs/reference/models.md` takes minutes and has a command of its own (`tests/families/models_page.py`).
 """
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests import commands_page, errors_page
-from tests.training import flags_page, load_settings_file, migrate_page
+from tests.training import flags_page, migrate_page
 
 ROOT = Path(__file__).parents[1]
 MADE: dict[str, Callable[[], str]] = {
@@ -15,7 +15,6 @@ MADE: dict[str, Callable[[], str]] = {
     "docs/reference/commands.md": commands_page.page,
     "docs/how-to/migrate.md": migrate_page.page,
     "docs/reference/errors.md": errors_page.page,
-    "training/config/load_settings.py": load_settings_file.module,
 }
 
 

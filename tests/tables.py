@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from expertmesh.checkpoints.files.codes import CODES
-from expertmesh.moe.dispatch.dispatcher_entries import DISPATCHER_ENTRIES
-from expertmesh.moe.kernels.kernel_entries import KERNEL_ENTRIES
+from expertmesh.moe.dispatch.dispatcher_entries import DISPATCHERS
+from expertmesh.moe.kernels.kernel_entries import KERNELS
 from expertmesh.training.attention.layer_kinds import ATTENDING, LAYER_KINDS
 from expertmesh.training.data.formats import FORMATS
 from expertmesh.training.data.labels import LABEL_FORMATS
@@ -16,12 +16,12 @@ def table_of_dispatchers() -> str:
     yes_or_no = {True: "yes", False: "no"}
     return "\n".join(
         f"| `{entry.name}` | {entry.how} | {yes_or_no[entry.sums]} | {yes_or_no[entry.by_nodes]} |"
-        for entry in DISPATCHER_ENTRIES.entries()
+        for entry in DISPATCHERS.entries()
     )
 
 
 def table_of_kernels() -> str:
-    return "\n".join(f"| `{entry.name}` | {entry.how} | {entry.where} |" for entry in KERNEL_ENTRIES.entries())
+    return "\n".join(f"| `{entry.name}` | {entry.how} | {entry.where} |" for entry in KERNELS.entries())
 
 
 def table_of_codes() -> str:

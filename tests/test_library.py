@@ -10,11 +10,10 @@ import re
 import subprocess
 import sys
 import textwrap
-import types
 import warnings
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -149,28 +148,44 @@ def test_every_flag_is_taken_by_its_name(engine: Any) -> None:
         assert str(of_load.value) == str(of_command.value)
 
 
-def test_settings_have_the_types_of_flags() -> None:
-    """Editors complete what `load` takes, and type checkers know its types; some take a path or a table too."""
-    own, hints = get_type_hints(expertmesh.LoadSettings), get_type_hints(TrainConfig)
-    theirs = {setting.name: hints[setting.name] for setting in fields(TrainConfig)}
-    assert own.keys() == theirs.keys() - {"model"} | {"config"}
-    for name, hint in own.items():
-        kinds, flag = set(parts(hint)), set(parts(theirs.get(name, str)))
-        more = {str, Path} if list[str] in flag else {bool, Path, dict[str, Any]}
-        assert flag <= kinds, name
-        assert kinds - flag <= more, name
-    assert list(inspect.signature(expertmesh.load).parameters) == ["model", *own]
-
-
-def parts(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if isinstance(hint, types.UnionType) or get_origin(hint) is Union else (hint,)
+def test_a_config_is_taken_as_its_settings_are(tiny_model: Path) -> None:
+    """What editors complete, and type checkers know the types of; a wrong type is told by name where it is given."""
+    config = expertmesh.TrainConfig(str(tiny_model), use_cpu=True, lora_rank=4, learning_rate=1, save_steps=3)
+    with pytest.warns(
+        UserWarning, match="^save_steps: only train_ep.py reads this|^--lora-rank 4 has no effect"
+    ) as told:
+        engine = expertmesh.load(config)
+    assert len(told) == 2
+    assert engine.config == make_config(
+        {"model": str(tiny_model), "use_cpu": True, "lora_rank": 4, "learning_rate": 1, "save_steps": 3}
+    )
+    dist.destroy_process_group()
+    with pytest.raises(expertmesh.ExpertMeshError, match="ep_size: set what the TrainConfig"):
+        expertmesh.load(config, ep_size=2)
+    with pytest.raises(expertmesh.ExpertMeshError, match="--adapter: invalid choice: 'lorra'"):
+        expertmesh.load(replace(config, adapter="lorra"))  # type: ignore[arg-type]
+    wrong: list[tuple[str, Any, str]] = [
+        ("ep_size", "2", "is '2', not a whole number"),
+        ("ep_size", True, "is True, not a whole number"),
+        ("bf16", "true", "is 'true', not True or False"),
+        ("learning_rate", None, "is None, not a number"),
+        ("global_batch_size", 8.0, "is 8.0, not a whole number or None"),
+        ("dataset", "d.jsonl", "is 'd.jsonl', not a list"),
+        ("adapter", True, "is True, not a text"),
+        ("rope_scaling", {}, "is {}, not a text"),
+    ]
+    for name, value, said in wrong:
+        with pytest.raises(expertmesh.ExpertMeshError, match=f"^--{name.replace('_', '-')}: {said}$"):
+            replace(config, **{name: value})
+    names = list(inspect.signature(expertmesh.load).parameters)
+    assert names == ["model", "config", *(setting.name for setting in fields(TrainConfig) if setting.name != "model")]
 
 
 def _wrong_types() -> None:
     """For mypy, which complains of an ignored error that is none."""
-    expertmesh.load("DIR", ep_siz=2)  # type: ignore[call-arg]
-    expertmesh.load("DIR", ep_size="two")  # type: ignore[arg-type]
-    expertmesh.load("DIR", cross_entropy="focal")  # type: ignore[arg-type]
+    expertmesh.load(expertmesh.TrainConfig("DIR", ep_siz=2))  # type: ignore[call-arg]
+    expertmesh.load(expertmesh.TrainConfig("DIR", ep_size="two"))  # type: ignore[arg-type]
+    expertmesh.load(expertmesh.TrainConfig("DIR", cross_entropy="focal"))  # type: ignore[arg-type]
     expertmesh.load(Path("DIR"), ep_size=2, lora_targets="all-linear", rope_scaling={"rope_type": "yarn"})
 
 
@@ -204,7 +219,7 @@ def test_what_the_package_tells_of_itself() -> None:
 
 def test_help_has_every_setting_in_its_group(engine: Any) -> None:
     text = expertmesh.load.__doc__ or ""
-    assert all(f"\n    {name}: " in text for name in expertmesh.LoadSettings.__annotations__ if name != "config")
+    assert all(f"\n    {setting.name}: " in text for setting in fields(TrainConfig) if setting.name != "model")
     assert text.index("\nParallelism:") < text.index("\n    ep_size: Expert-parallel ranks") < text.index("\nMemory:")
     assert max(map(len, text.splitlines())) <= 120
     assert re.fullmatch(r"Engine\(mixtral, \d+\.\d M parameters, 1 ranks \(.*\), step \d+\)", repr(engine))

@@ -39,19 +39,20 @@ from expertmesh.checkpoints.files.encodings import encode
 from expertmesh.checkpoints.files.tensors import Encoding
 from expertmesh.moe.dispatch.dedup import OnceDispatcher
 from expertmesh.moe.dispatch.dispatcher_entries import (
-    DISPATCHER_ENTRIES,
+    DISPATCHERS,
     PLAIN_ENTRY,
     DispatcherEntry,
     resolve_dispatch,
 )
-from expertmesh.moe.dispatch.dispatcher_registry import DISPATCHERS, register_dispatcher
+from expertmesh.moe.dispatch.dispatcher_registry import register_dispatcher
 from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.hf_model.build import build_model, use_kernel
 from expertmesh.moe.kernels.expert_kernels import choose_kernel
-from expertmesh.moe.kernels.kernel_entries import KERNEL_ENTRIES, KernelEntry
-from expertmesh.moe.kernels.kernel_registry import KERNELS, AutoPlace, ExpertKernel, KernelNeeds, register_expert_kernel
+from expertmesh.moe.kernels.kernel_entries import KERNELS, KernelEntry
+from expertmesh.moe.kernels.kernel_registry import AutoPlace, ExpertKernel, KernelNeeds, register_expert_kernel
 from expertmesh.moe.kernels.loop import LOOP
 from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.moe.util.registry import loaded
 from expertmesh.sharding.parallelize.recompute import keep_products
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.attention.by_sample import BySample, apply_packing
@@ -72,12 +73,12 @@ from expertmesh.training.data.samples import DataOptions, Pairs, Sample, Samples
 from expertmesh.training.engine.assembly import kernel_of
 from expertmesh.training.metrics import METRICS, Chart, Metric, register_metric
 from expertmesh.training.monitoring import meter
-from expertmesh.training.optim.optimizer import nothing_occasional, register_optimizer
+from expertmesh.training.optim.optimizer import register_optimizer
 from expertmesh.training.planning import imbalance
 from expertmesh.training.planning.planner import forecasts, kept
 from expertmesh.training.report.page import write_report
 from expertmesh.training.start.resume import changed_state
-from expertmesh.training.tasks.registry import _TASKS, register_task
+from expertmesh.training.tasks.registry import register_task
 from tests import tables
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import ours, reference, sharded_model
@@ -107,10 +108,10 @@ SCRIPTS = {
 }
 """By what they add: what the script in docs/how-to/extend.md calls."""
 TABLES: tuple[Any, ...] = (
-    FORMATS, formats._added, METRICS, CODES, LAYER_KINDS, DISPATCHERS, _TASKS,
+    FORMATS, formats._added, METRICS, CODES, LAYER_KINDS,
     ALL_ATTENTION_FUNCTIONS._global_mapping, ALL_MASK_ATTENTION_FUNCTIONS._global_mapping,
 )  # fmt: skip
-REGISTRIES: tuple[Any, ...] = (KERNEL_ENTRIES, KERNELS, OPTIMIZERS, DISPATCHER_ENTRIES, TASKS)
+REGISTRIES: tuple[Any, ...] = (KERNELS, OPTIMIZERS, DISPATCHERS, TASKS)
 """With the tables, all that can be added to."""
 
 
@@ -174,6 +175,16 @@ def test_page_lists_all_optimizers() -> None:
     assert rows == [entry.name for entry in OUR_OPTIMIZERS]
 
 
+def test_what_entries_name_is_there() -> None:
+    """It is imported where it is needed, and would be missed late."""
+    entries = [entry for registry in REGISTRIES for entry in registry.entries()]
+    for entry in entries:
+        texts = [value for field in fields(entry) if isinstance(value := getattr(entry, field.name), str)]
+        found: list[Any] = [loaded(text) for text in texts if re.fullmatch(r"[\w.]+:\w+", text)]
+        assert found, entry.name
+        assert all(callable(each) or isinstance(each, ExpertKernel) for each in found)
+
+
 @pytest.mark.parametrize("kind", [kind for kind in SCRIPTS if kind != "attention"])
 def test_nothing_is_added_twice(kind: str) -> None:
     add(kind)
@@ -216,6 +227,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"name": "auto"}, "--expert-kernel auto is already registered"),
         ({"name": "a b"}, "--expert-kernel 'a b': a name may have letters"),
         ({"how": ""}, "--expert-kernel mine: has no how"),
+        ({"implementation": print}, "mine: implementation is .*, not of type ExpertKernel"),
         ({"product": None}, "mine: has neither product nor fused"),
         ({"joined": print}, "mine: has joined, which is beside fused"),
         ({"product": None, "fused": print, "beside_fp8": True}, "mine: has no product"),
@@ -248,8 +260,8 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"takes_matrices": "all"}, "--optim mine: takes_matrices is 'all', not True or False"),
         ({"name": "adamw_torch"}, "--optim adamw_torch: adamw_torch_fused already has one of its names"),
         ({"aliases": ("muon",)}, "--optim mine: muon already has one of its names"),
-        ({"build": None}, "--optim mine: build is None, not a function of 3 arguments"),
-        ({"occasional": no_arguments}, "--optim mine: occasional is .*, not a function of 1 argument"),
+        ({"build": None}, "--optim mine: build is None, not a text or a function of 3 arguments"),
+        ({"occasional": no_arguments}, "--optim mine: occasional is .*, not a text or a function of 1 argument"),
     ],
     "task": [
         ({"name": "dpo"}, "--task dpo is already registered"),
@@ -269,7 +281,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"sums": None}, "--dispatch mine: sums is None, not True or False"),
         ({"auto": no_arguments}, "--dispatch mine: auto is .*, not a function of 1 argument"),
         ({"elsewhere": "single"}, "--dispatch mine: elsewhere is 'single', not a tuple, each a text"),
-        ({"make": no_arguments}, "--dispatch mine: make is .*, not a function of 1 argument"),
+        ({"make": no_arguments}, "--dispatch mine: make is .*, not a text or a function of 1 argument"),
         ({"elsewhere": ("deepep",)}, "--dispatch mine: node already has one of its names"),
         ({"name": "deepep", "without_nodes": "deepep"}, "--dispatch deepep: node already has one of its names"),
     ],
@@ -290,21 +302,19 @@ def of_page(kind: str) -> tuple[Callable[..., None], Any, dict[str, Any]]:
                 (entry,) = (known for known in METRICS if known.name == "bits_per_token")
                 return register_metric, replace(entry, name="mine"), {"before": None}
             case "kernel":
-                kernel = KERNELS.get("per-row")
-                entry = replace(kernel.entry, name="mine", recorded_as="loop")
-                return register_expert_kernel, replace(kernel, entry=entry), {}
+                entry = replace(KERNELS.get("per-row"), name="mine", recorded_as="loop")
+                return register_expert_kernel, entry, {}
             case "codes":
                 return register_codes, type("Mine", (names["Int8"],), {"name": "mine"}), {}
             case "layer kind":
                 return register_layer_kind, replace(LAYER_KINDS["capped_attention"], name="mine"), {}
             case "optimizer":
-                given = {"build": names["build"], "occasional": nothing_occasional}
-                return register_optimizer, replace(names["entry"], name="mine"), given
+                return register_optimizer, replace(OPTIMIZERS.get("sgd"), name="mine"), {}
             case "task":
-                return register_task, replace(names["entry"], name="mine"), {"task": names["SimPO"]}
+                return register_task, replace(TASKS.get("simpo"), name="mine"), {}
             case _:
-                entry = replace(names["entry"], name="mine", without_nodes="mine")
-                return register_dispatcher, entry, {"make": DISPATCHERS["last-first"]}
+                entry = replace(DISPATCHERS.get("last-first"), name="mine", without_nodes="mine")
+                return register_dispatcher, entry, {}
 
 
 @pytest.mark.parametrize(
@@ -320,9 +330,8 @@ def test_what_cannot_be_added(kind: str, changes: dict[str, Any], wrong: str) ->
     if kind == "codes":
         entry = type("Mine", (entry,), own)()
     elif kind == "kernel":
-        in_entry = {field.name for field in fields(KernelEntry)} & own.keys()
-        of_entry = {name: own.pop(name) for name in in_entry}
-        entry = replace(entry, entry=replace(entry.entry, **of_entry), **own)
+        of_code = {name: own.pop(name) for name in {field.name for field in fields(ExpertKernel)} & own.keys()}
+        entry = replace(entry, **{"implementation": replace(entry.code, **of_code), **own})
     else:
         entry = replace(entry, **own)
     before = registered()
@@ -506,7 +515,12 @@ def test_a_metric_whose_value_cannot_be_logged(over_ranks: Any, value: Any, wron
 # An expert kernel.
 
 
-def per_row() -> ExpertKernel:
+def computing(entry: KernelEntry, name: str, **changes: Any) -> KernelEntry:
+    """Another entry, whose kernel is changed."""
+    return replace(entry, name=name, implementation=replace(entry.code, **changes))
+
+
+def per_row() -> KernelEntry:
     add("kernel")
     return KERNELS.get("per-row")
 
@@ -565,9 +579,9 @@ def test_auto_takes_an_expert_kernel_for_what_it_can_compute() -> None:
         if any(width > 64 for _, width in needs.widths):
             raise ExpertMeshError("--expert-kernel narrow needs expert widths of at most 64")
 
-    narrow = replace(
+    narrow = computing(
         kernel,
-        entry=replace(kernel.entry, name="narrow"),
+        "narrow",
         check=check_is_narrow,
         auto=lambda needs: AutoPlace(5, "experts are narrow") if needs.device_type == "cpu" else None,
     )
@@ -578,7 +592,7 @@ def test_auto_takes_an_expert_kernel_for_what_it_can_compute() -> None:
     assert choose_kernel("auto", KernelNeeds("cuda", torch.float32, ((64, 64),))).name == "loop"
     with pytest.raises(ExpertMeshError, match="narrow needs expert widths of at most 64"):
         choose_kernel("narrow", KernelNeeds("cpu", torch.float32, ((64, 128),)))
-    register_expert_kernel(replace(narrow, entry=replace(narrow.entry, name="fused"), product=None, fused=LOOP.fused))
+    register_expert_kernel(computing(narrow, "fused", product=None, fused=LOOP.fused))
     wrong = r"fused computes plain SwiGLU only.*; use narrow, per-row, torch-grouped or loop"
     with pytest.raises(ExpertMeshError, match=wrong):
         choose_kernel("fused", KernelNeeds("cpu", torch.float32, ((64, 64),), is_swiglu=False))
@@ -599,9 +613,9 @@ def test_an_expert_kernel_is_forecast(mixtral: Path, capsys: pytest.CaptureFixtu
     assert set(mixtral.rglob("*.json")) == kept
 
     # one that auto takes on a GPU, and that no CPU has
-    for_gpus = replace(
-        kernel,
-        entry=replace(kernel.entry, name="for-gpus", recorded_as="loop"),
+    for_gpus = computing(
+        replace(kernel, recorded_as="loop"),
+        "for-gpus",
         auto=lambda needs: AutoPlace(40, "for GPUs") if needs.device_type == "cuda" else None,
     )
     assert figures_of("plan", mixtral, capsys) == base["torch-grouped"]
@@ -948,7 +962,7 @@ def test_an_optimizer_is_known_everywhere(mixtral: Path, capsys: pytest.CaptureF
 
 
 def entry_of(name: str, **changes: Any) -> DispatcherEntry:
-    """As plain's, never taken by auto."""
+    """As plain, never taken by auto."""
     own = {"name": name, "without_nodes": name, "auto": lambda group: None, "elsewhere": ()}
     return replace(PLAIN_ENTRY, **{**own, **changes})
 
@@ -980,7 +994,7 @@ def test_a_dispatcher_is_chosen_and_refused_by_name(capsys: pytest.CaptureFixtur
     with pytest.raises(ExpertMeshError, match="invalid choice: 'last-first'"):
         parse_config([*flags, "last-first"])
     add("dispatcher")
-    register_dispatcher(entry_of("one-exchange", elsewhere=("single",)), DISPATCHERS["last-first"])
+    register_dispatcher(entry_of("one-exchange", elsewhere=("single",)))
     config = parse_config([*flags, "last-first", "--dispatch-sums", "float32", "--ranks-per-node", "2"])
     assert config.dispatch == "last-first"
     assert config.without_effect == [
@@ -1001,7 +1015,7 @@ def test_a_dispatcher_is_chosen_and_refused_by_name(capsys: pytest.CaptureFixtur
 
 def test_auto_takes_a_dispatcher() -> None:
     by_nodes = entry_of("by-nodes", by_nodes=True, without_nodes="rank", auto=lambda g: 30 if g.spans_nodes else None)
-    register_dispatcher(by_nodes, DISPATCHERS["node"])
+    register_dispatcher(by_nodes)
     assert resolve_dispatch("auto", 16, 8, 2) is by_nodes
     assert resolve_dispatch("auto", 8, 8, 2) is PLAIN_ENTRY
     assert resolve_dispatch("auto", 12, None, 2).name == resolve_dispatch("by-nodes", 8, 8, 2).name == "rank"
@@ -1022,14 +1036,14 @@ def test_a_dispatcher_is_forecast(mixtral: Path, capsys: pytest.CaptureFixture[s
     assert not list((mixtral / "measured").rglob("*.json"))
 
     # by nodes: the groups are made, and counted
-    register_dispatcher(
-        entry_of("by-nodes", by_nodes=True, without_nodes="rank", sums=True),
-        lambda options: OnceDispatcher(options.num_experts, options.group, 1, options.nodes, options.sum_dtype),
-    )
+    def make(options: Any) -> OnceDispatcher:
+        return OnceDispatcher(options.num_experts, options.group, 1, options.nodes, options.sum_dtype)
+
+    register_dispatcher(entry_of("by-nodes", by_nodes=True, without_nodes="rank", sums=True, make=make))
     across = ["--gpus", "4", "--ep-size", "4", "--gpus-per-node", "2", "--dispatch-sums", "float32"]
     assert both("by-nodes", *across) == both("node", *across)
 
-    register_dispatcher(entry_of("unseen", is_recorded=False), DISPATCHERS["last-first"])
+    register_dispatcher(entry_of("unseen", is_recorded=False))
     for command in ("plan", "rehearse"):
         with pytest.raises(AssertionError):
             figures_of(command, mixtral, capsys, "--dispatch", "unseen")

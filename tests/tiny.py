@@ -8,11 +8,10 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-import expertmesh.moe.kernels.expert_kernels  # noqa: F401, they are in KERNELS then
 from expertmesh.moe.experts.layer import DMoE
 from expertmesh.moe.experts.layout import ExpertParameter
 from expertmesh.moe.hf_model.build import dmoe_from, take_logits
-from expertmesh.moe.kernels.kernel_registry import KERNELS
+from expertmesh.moe.kernels.kernel_entries import KERNELS
 from expertmesh.sharding.parallelize.parallelize import materialize
 from expertmesh.sharding.state import state_of
 

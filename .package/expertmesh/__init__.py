@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .moe.util.errors import ExpertMeshError
     from .training.api.hf_trainer import Trainer, TrainerMixin
     from .training.api.library import load
-    from .training.config.load_settings import LoadSettings
+    from .training.config.train_config import TrainConfig
     from .training.engine.engine import Engine
     from .training.steps.evaluate import Evaluation
     from .training.steps.step import StepResult
@@ -31,8 +31,8 @@ __all__ = [
     "Engine",
     "Evaluation",
     "ExpertMeshError",
-    "LoadSettings",
     "StepResult",
+    "TrainConfig",
     "Trainer",
     "TrainerMixin",
     "load",
@@ -43,8 +43,8 @@ _MODULES = {
     "Engine": "training.engine.engine",
     "Evaluation": "training.steps.evaluate",
     "ExpertMeshError": "moe.util.errors",
-    "LoadSettings": "training.config.load_settings",
     "StepResult": "training.steps.step",
+    "TrainConfig": "training.config.train_config",
     "Trainer": "training.api.hf_trainer",
     "TrainerMixin": "training.api.hf_trainer",
     "load": "training.api.library",

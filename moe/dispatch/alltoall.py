@@ -17,8 +17,7 @@ from torch import Tensor
 from ..kernels.expert_rows import ExpertRows, even
 from ..util.recompute_cache import for_backward_alone, is_replaying, kept
 from ..util.step_parts import register_step_part
-from .dispatcher_entries import PLAIN_ENTRY
-from .dispatcher_registry import DISPATCHERS, DispatchOptions, ExpertChunk, Sent
+from .dispatcher_registry import DispatchOptions, ExpertChunk, Sent
 from .exchange import Arrive, Exchange, Home, Return, Send
 from .permute import ExpertOrder, PermuteRows, RowsToTokens, TokensToRows, expert_order, first_rows
 
@@ -175,11 +174,9 @@ class AllToAllDispatcher:
         return self._place_E[experts_TK]
 
 
-def _plain(options: DispatchOptions) -> AllToAllDispatcher:
+def plain_dispatcher(options: DispatchOptions) -> AllToAllDispatcher:
+    """That of `--dispatch plain`."""
     return AllToAllDispatcher(options.num_experts, options.group, options.num_parts)
-
-
-DISPATCHERS[PLAIN_ENTRY.name] = _plain
 
 
 def part_sizes(num_experts: int, num_parts: int) -> list[int]:

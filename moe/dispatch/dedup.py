@@ -26,8 +26,7 @@ from ..util.step_parts import register_step_part
 from .alltoall import on_counts_stream, part_sizes, wait_for_counts
 from .dedup_relay import ArriveAndSpread, Combine, Relay, RelayBack, SendTokens, SumAndReturn
 from .dedup_routes import ArriveChoices, Choices, OnceEach, SendChoices, first_choices, rows_sent_once, sparse_rows
-from .dispatcher_entries import NODE_ENTRY, RANK_ENTRY
-from .dispatcher_registry import DISPATCHERS, DispatchOptions, ExpertChunk, NodeGroups, Sent
+from .dispatcher_registry import DispatchOptions, ExpertChunk, NodeGroups, Sent
 from .exchange import Exchange
 from .permute import ExpertOrder, count_experts, expert_order
 
@@ -149,11 +148,9 @@ class OnceDispatcher:
         return RowCounts(sent_PN.tolist(), received_PN.tolist(), onward_PL.tolist(), arriving_PL.tolist(), computed_Pe)
 
 
-def _once(options: DispatchOptions) -> OnceDispatcher:
+def once_dispatcher(options: DispatchOptions) -> OnceDispatcher:
+    """That of `--dispatch rank`, and of node where the group has nodes."""
     return OnceDispatcher(options.num_experts, options.group, options.num_parts, options.nodes, options.sum_dtype)
-
-
-DISPATCHERS[RANK_ENTRY.name] = DISPATCHERS[NODE_ENTRY.name] = _once
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,14 @@
-"""What is known of each dispatcher without torch: the values of `--dispatch`, and what checks, forecasts, `--help` and
-the README's table read of them. What dispatches is bound to an entry in `moe.dispatch.dispatcher_registry`."""
+"""The dispatchers: the values of `--dispatch`, and what checks, forecasts, `--help` and the README's table read of
+them. Nothing here imports torch: what dispatches is made by an entry's `make`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..util.registry import Registry
+
+if TYPE_CHECKING:
+    from .dispatcher_registry import Dispatcher, DispatchOptions
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class DispatcherEntry:
         is_recorded: whether forecasts and dry runs can be made of it: it asks how many rows come by
             `alltoall.exchange_counts`, and sends them by `exchange.Exchange`.
         elsewhere: values of other tools' flags that ask for the same.
+        make: makes a layer's (see `moe.util.registry`).
     """
 
     name: str
@@ -53,6 +58,7 @@ class DispatcherEntry:
     auto: Callable[[EPGroup], int | None]
     is_recorded: bool
     elsewhere: tuple[str, ...]
+    make: "str | Callable[[DispatchOptions], Dispatcher]"
 
 
 _FEW_RANKS = 2 / 3
@@ -69,6 +75,7 @@ PLAIN_ENTRY = DispatcherEntry(
     auto=lambda group: 20 if group.top_k == 1 or not group.spans_nodes else 0,
     is_recorded=True,
     elsewhere=("alltoall",),
+    make="moe.dispatch.alltoall:plain_dispatcher",
 )
 RANK_ENTRY = DispatcherEntry(
     "rank",
@@ -79,6 +86,7 @@ RANK_ENTRY = DispatcherEntry(
     auto=lambda group: 30 if not group.spans_nodes and group.ranks_of_token <= _FEW_RANKS * group.top_k else None,
     is_recorded=True,
     elsewhere=(),
+    make="moe.dispatch.dedup:once_dispatcher",
 )
 NODE_ENTRY = DispatcherEntry(
     "node",
@@ -89,9 +97,10 @@ NODE_ENTRY = DispatcherEntry(
     auto=lambda group: 10,
     is_recorded=True,
     elsewhere=("deepep",),
+    make="moe.dispatch.dedup:once_dispatcher",
 )
 
-DISPATCHER_ENTRIES = Registry("--dispatch", ("auto",), (PLAIN_ENTRY, RANK_ENTRY, NODE_ENTRY))
+DISPATCHERS = Registry("--dispatch", ("auto",), (PLAIN_ENTRY, RANK_ENTRY, NODE_ENTRY))
 """All that can be asked for; `moe.dispatch.dispatcher_registry.register_dispatcher` adds to it."""
 
 
@@ -101,7 +110,7 @@ def dispatchers_of(asked: str) -> tuple[DispatcherEntry, ...]:
     Raises:
         ExpertMeshError: the name is unknown.
     """
-    return DISPATCHER_ENTRIES.entries() if asked == "auto" else (DISPATCHER_ENTRIES.get(asked),)
+    return DISPATCHERS.entries() if asked == "auto" else (DISPATCHERS.get(asked),)
 
 
 def resolve_dispatch(asked: str, ep_size: int, ranks_per_node: int | None, top_k: int) -> DispatcherEntry:
@@ -116,13 +125,13 @@ def resolve_dispatch(asked: str, ep_size: int, ranks_per_node: int | None, top_k
     """
     group = EPGroup(ep_size, ranks_per_node, top_k)
     places = [(entry, place) for entry in dispatchers_of(asked) if (place := entry.auto(group)) is not None]
-    entry = max(places, key=lambda each: each[1])[0] if asked == "auto" else DISPATCHER_ENTRIES.get(asked)
+    entry = max(places, key=lambda each: each[1])[0] if asked == "auto" else DISPATCHERS.get(asked)
     has_nodes = ranks_per_node is not None and 1 < ranks_per_node < ep_size
-    return entry if has_nodes or not entry.by_nodes else DISPATCHER_ENTRIES.get(entry.without_nodes)
+    return entry if has_nodes or not entry.by_nodes else DISPATCHERS.get(entry.without_nodes)
 
 
 def help_of_dispatch() -> str:
     """What `--help` says of `--dispatch`."""
-    ways = "; ".join(f"{entry.name}: {entry.how}" for entry in DISPATCHER_ENTRIES.entries())
+    ways = "; ".join(f"{entry.name}: {entry.how}" for entry in DISPATCHERS.entries())
     auto = "node across nodes; rank if that sends a third less; else plain"
     return f"How tokens travel. {ways}. auto: {auto}"

@@ -1,4 +1,4 @@
-"""What a dispatcher is, and what makes each by name: how tokens travel to their experts, and results back.
+"""What a dispatcher is: how tokens travel to their experts, and results back.
 
 A dispatcher is plain data and one function, no `nn.Module`: `send` begins to send rows and returns a `Sent`. What is
 computed between `send`, each part's `arrive` and `give_back`, and `combine` overlaps the all-to-alls.
@@ -7,7 +7,7 @@ Shape suffixes: T tokens on this rank, D model width, E experts, K experts per t
 rank receives.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels.expert_rows import ExpertRows
-from ..util.entry_checks import check_fields, check_value
-from .dispatcher_entries import DISPATCHER_ENTRIES, DispatcherEntry
+from ..util.entry_checks import check_fields
+from .dispatcher_entries import DISPATCHERS, DispatcherEntry
 
 
 @dataclass(frozen=True)
@@ -113,27 +113,18 @@ class DispatchOptions:
     sum_dtype: torch.dtype | None
 
 
-MakeDispatcher = Callable[[DispatchOptions], Dispatcher]
-
-DISPATCHERS: dict[str, MakeDispatcher] = {}
-"""By the names of `DISPATCHER_ENTRIES`. Those of this project are in it once `moe.dispatch.alltoall` and
-`moe.dispatch.dedup` are imported."""
-
-
-def register_dispatcher(entry: DispatcherEntry, make: MakeDispatcher) -> None:
+def register_dispatcher(entry: DispatcherEntry) -> None:
     """Make a dispatcher known to `--dispatch` and its `auto`, to checks, `--help` and forecasts. To be called on all
     ranks, before flags are read.
 
     Raises:
         ValueError: its name is taken, or something does not go together or is missing.
     """
-    what, known = f"--dispatch {entry.name}", DISPATCHER_ENTRIES.entries()
+    what, known = f"--dispatch {entry.name}", DISPATCHERS.entries()
     check_fields(what, entry)
-    check_value(what, "make", make, MakeDispatcher)
-    DISPATCHER_ENTRIES.check_other_names(entry, lambda each: each.elsewhere)
+    DISPATCHERS.check_other_names(entry, lambda each: each.elsewhere)
     if entry.by_nodes and entry.without_nodes not in [other.name for other in known if not other.by_nodes]:
         raise ValueError(f"{what}: is by_nodes, and {entry.without_nodes} without_nodes is none that is not")
     if not entry.by_nodes and entry.without_nodes != entry.name:
         raise ValueError(f"{what}: is not by_nodes, and {entry.without_nodes} without_nodes")
-    DISPATCHER_ENTRIES.register(entry)
-    DISPATCHERS[entry.name] = make
+    DISPATCHERS.register(entry)

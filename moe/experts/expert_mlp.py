@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 from ..dispatch.dispatcher_registry import ExpertChunk
 from ..kernels.expert_products import AddBias
 from ..kernels.expert_rows import ExpertRows
-from ..kernels.kernel_registry import ExpertKernel
-from ..kernels.loop import LOOP
+from ..kernels.kernel_entries import LOOP_ENTRY, KernelEntry
 from ..kernels.weight_gradients import ExpertsCall
 from ..linear.low_rank import LowRank
 from ..linear.quantized import SCALES, rows_for_few, storages_of, stored_product
@@ -45,7 +44,7 @@ class ExpertMLP(nn.Module):
         keeps_products: whether selective checkpointing keeps the outputs of the first GEMMs (see `ExpertRows`).
     """
 
-    def __init__(self, layout: ExpertLayout, activation: Activation, kernel: ExpertKernel = LOOP):
+    def __init__(self, layout: ExpertLayout, activation: Activation, kernel: KernelEntry = LOOP_ENTRY):
         super().__init__()
         self.layout = layout
         self.activation = activation
@@ -103,7 +102,7 @@ class ExpertMLP(nn.Module):
     def _compute(
         self, rows_RD: Tensor, experts: ExpertRows, weights: Mapping[str, Tensor], needs_output: bool
     ) -> Tensor:
-        kernel = self.kernel
+        kernel = self.kernel.code
         if self._is_fused:
             experts = replace(experts, keeps_products=self.keeps_products)
             if (gate_up_eGD := weights.get(_JOINED)) is not None:
@@ -123,13 +122,13 @@ class ExpertMLP(nn.Module):
     def _is_fused(self) -> bool:
         """Whether a complete expert is computed at once."""
         # fused kernels compute the gradients of all weights, frozen or not
-        is_trained = any(weight.requires_grad for weight in self.parameters()) or self.kernel.product is None
-        return self.is_swiglu and self.kernel.fused is not None and is_trained and self.low_rank is None
+        is_trained = any(weight.requires_grad for weight in self.parameters()) or self.kernel.code.product is None
+        return self.is_swiglu and self.kernel.code.fused is not None and is_trained and self.low_rank is None
 
     def _joins_gate_and_up(self, rows_RD: Tensor) -> bool:
         """Whether gate and up are one GEMM, where their weights are copied anyway, to another dtype. It reads less, and
         sums up in another order: on GPUs alone, so that no result of a CPU's changes."""
-        if self.kernel.joined is None or not self._is_fused or computes_on_cpu(rows_RD):
+        if self.kernel.code.joined is None or not self._is_fused or computes_on_cpu(rows_RD):
             return False
         return all(weight.dtype != rows_RD.dtype for weight in (self.w1, self.v1))
 
@@ -144,7 +143,7 @@ class ExpertMLP(nn.Module):
         return out_RO
 
     def _multiply(self, name: str, x_RI: Tensor, chunk: "_Chunk") -> Tensor:
-        product, is_transposed = self.kernel.product, name == "w2"
+        product, is_transposed = self.kernel.code.product, name == "w2"
         assert product is not None, self.kernel.name
         # the result of the last one is not needed again
         experts = replace(chunk.experts, keeps_products=self.keeps_products and name != "w2")
@@ -155,7 +154,7 @@ class ExpertMLP(nn.Module):
         return product(x_RI, experts, weight_eOI.transpose(1, 2) if is_transposed else weight_eOI)
 
     def _delta(self, name: str, x_RI: Tensor, chunk: "_Chunk", low_rank: LowRank) -> Tensor:
-        product = self.kernel.low_rank or self.kernel.product
+        product = self.kernel.code.low_rank or self.kernel.code.product
         assert product is not None, self.kernel.name
         a_erI, b_eOr = (chunk.by_expert(f"{name}_lora_{matrix}").to(x_RI.dtype) for matrix in "AB")
         # of it the gradient of B is made

@@ -23,7 +23,8 @@ from ..experts.layer import DMoE
 from ..experts.layout import expert_modules, read_layout
 from ..experts.model_facts import SeenExperts, facts_of, give_facts
 from ..experts.model_layers import moe_layers, moe_shape
-from ..kernels.kernel_registry import ExpertKernel, KernelNeeds
+from ..kernels.kernel_entries import KernelEntry
+from ..kernels.kernel_registry import KernelNeeds
 from ..linear.linear import hold_transposed
 from ..util.change_order import begin_change
 from ..util.errors import ExpertMeshError
@@ -483,7 +484,7 @@ class _LogitsTo:
             forward.logits_TE[self.experts] = output[0].reshape(-1, self.experts.shape.num_experts)
 
 
-def use_kernel(model: nn.Module, kernel: ExpertKernel, most_apart: int = 1) -> None:
+def use_kernel(model: nn.Module, kernel: KernelEntry, most_apart: int = 1) -> None:
     """Have all experts computed by `kernel`, `most_apart` or fewer of them one after the other (see `ExpertRows`)."""
     for layer in moe_layers(model):
         layer.mlp.kernel = kernel

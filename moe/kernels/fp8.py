@@ -115,21 +115,21 @@ def check_fp8(name: str, needs: KernelNeeds) -> None:
         )
 
 
-FP8 = ExpertKernel(
-    KernelEntry(
-        "fp8",
-        how="Grouped GEMMs with one scale per row.",
-        where="a GPU of compute capability 9; emulated on a CPU",
-        beside_fp8=True,
-        keeps_products=True,
-        recorded_as="fp8",
+FP8 = KernelEntry(
+    "fp8",
+    how="Grouped GEMMs with one scale per row.",
+    where="a GPU of compute capability 9; emulated on a CPU",
+    beside_fp8=True,
+    keeps_products=True,
+    recorded_as="fp8",
+    implementation=ExpertKernel(
+        product=fp8_grouped_product,
+        fused=fp8_grouped,
+        joined=None,
+        low_rank=None,
+        check=partial(check_fp8, "auto"),
+        auto=lambda needs: None,
+        note=lambda needs: "",
     ),
-    product=fp8_grouped_product,
-    fused=fp8_grouped,
-    joined=None,
-    low_rank=None,
-    check=partial(check_fp8, "auto"),
-    auto=lambda needs: None,
-    note=lambda needs: "",
 )
 """What `--expert-precision fp8` takes, and no name."""

@@ -1,12 +1,15 @@
-"""What is known of each expert kernel without torch: the values of `--expert-kernel`, and what checks, forecasts and
-the table of docs/explanation/kernels.md read of them. What computes is bound to an entry in `kernel_registry.py`."""
+"""The expert kernels: the values of `--expert-kernel`, and what checks, forecasts and the table of
+docs/explanation/kernels.md read of them. Nothing here imports torch: what computes is an entry's `code`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ..util.errors import ExpertMeshError
-from ..util.registry import Registry
+from ..util.registry import Registry, loaded
+
+if TYPE_CHECKING:
+    from .kernel_registry import ExpertKernel
 
 Precision = Literal["same", "fp8"]
 """The precision of experts' matmuls: the dtype of everything else, or fp8."""
@@ -23,6 +26,7 @@ class KernelEntry:
             by `moe.kernels.expert_rows.ExpertRows.kept_product`.
         recorded_as: the kernel whose operators a forecast records in its place; itself, if it runs on fake tensors of
             a CPU.
+        implementation: its `ExpertKernel` (see `moe.util.registry`).
     """
 
     name: str
@@ -31,6 +35,12 @@ class KernelEntry:
     beside_fp8: bool
     keeps_products: bool
     recorded_as: str
+    implementation: "str | ExpertKernel"
+
+    @property
+    def code(self) -> "ExpertKernel":
+        """What computes."""
+        return loaded(self.implementation)
 
 
 LOOP_ENTRY = KernelEntry(
@@ -40,6 +50,7 @@ LOOP_ENTRY = KernelEntry(
     beside_fp8=False,
     keeps_products=True,
     recorded_as="loop",
+    implementation="moe.kernels.loop:LOOP",
 )
 TORCH_GROUPED_ENTRY = KernelEntry(
     "torch-grouped",
@@ -48,6 +59,7 @@ TORCH_GROUPED_ENTRY = KernelEntry(
     beside_fp8=True,
     keeps_products=True,
     recorded_as="torch-grouped",
+    implementation="moe.kernels.torch_grouped:TORCH_GROUPED",
 )
 MEGABLOCKS_SPARSE_ENTRY = KernelEntry(
     "megablocks-sparse",
@@ -57,15 +69,16 @@ MEGABLOCKS_SPARSE_ENTRY = KernelEntry(
     keeps_products=False,
     # torch's keep as much, but for the product in the activation
     recorded_as="torch-grouped",
+    implementation="moe.kernels.megablocks:MEGABLOCKS_SPARSE",
 )
 
-KERNEL_ENTRIES = Registry("--expert-kernel", ("auto",), (LOOP_ENTRY, TORCH_GROUPED_ENTRY, MEGABLOCKS_SPARSE_ENTRY))
+KERNELS = Registry("--expert-kernel", ("auto",), (LOOP_ENTRY, TORCH_GROUPED_ENTRY, MEGABLOCKS_SPARSE_ENTRY))
 """All that can be asked for; `moe.kernels.kernel_registry.register_expert_kernel` adds to it."""
 
 
 def kernels_that(can: Callable[[KernelEntry], bool]) -> str:
     """The names of those kernels, the default on a CPU last, to be suggested in place of another."""
-    *others, last = [entry.name for entry in reversed(KERNEL_ENTRIES.entries()) if can(entry)]
+    *others, last = [entry.name for entry in reversed(KERNELS.entries()) if can(entry)]
     return f"{', '.join(others)} or {last}" if others else last
 
 
@@ -77,7 +90,7 @@ def check_kernel_name(name: str) -> None:
     if name == "megablocks-grouped":
         raise ExpertMeshError(f"--expert-kernel {name} was removed; use torch-grouped, torch's own grouped GEMMs")
     if name != "auto":
-        KERNEL_ENTRIES.get(name)
+        KERNELS.get(name)
 
 
 BESIDE_FP8 = "--expert-precision fp8 brings its own GEMMs; leave out --expert-kernel {expert_kernel}"
@@ -94,9 +107,9 @@ def check_beside_fp8(name: str) -> None:
 
 def is_beside_fp8(name: str) -> bool:
     """Whether --expert-precision fp8 leaves something to the kernel called `name`."""
-    return name == "auto" or KERNEL_ENTRIES.get(name).beside_fp8
+    return name == "auto" or KERNELS.get(name).beside_fp8
 
 
 def help_of_kernels() -> str:
     """What `--help` says of `--expert-kernel`."""
-    return f"Expert kernel: {', '.join(KERNEL_ENTRIES.choices())}"
+    return f"Expert kernel: {', '.join(KERNELS.choices())}"

@@ -1,4 +1,4 @@
-"""What an expert kernel is, and all of them by name: how each expert's matmuls with its rows are computed.
+"""What an expert kernel is: how each expert's matmuls with its rows are computed.
 
 A kernel has a `product`, a matmul of all experts, of which experts of any family are composed (see
 `moe.kernels.expert_products`), or, for plain SwiGLU, a complete expert at once, `fused`, or both:
@@ -26,11 +26,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..util.entry_checks import check_fields
-from ..util.registry import Registry
+from ..util.entry_checks import check_fields, check_value
 from .expert_products import Product
 from .expert_rows import ExpertRows
-from .kernel_entries import KERNEL_ENTRIES, KernelEntry
+from .kernel_entries import KERNELS, KernelEntry
 
 
 class FusedSwiGLU(Protocol):
@@ -79,7 +78,6 @@ class ExpertKernel:
     """One way of computing experts.
 
     Attributes:
-        entry: what is known of it without torch.
         product, fused: at least one of them; without `product` it computes plain SwiGLU alone.
         joined: beside `fused` alone.
         low_rank: what multiplies by adapters' matrices, of any rank, where that is not `product`.
@@ -89,7 +87,6 @@ class ExpertKernel:
         note: what to say beside "asked for" of such experts; mostly empty.
     """
 
-    entry: KernelEntry
     product: Product | None
     fused: FusedSwiGLU | None
     joined: JoinedSwiGLU | None
@@ -98,25 +95,16 @@ class ExpertKernel:
     auto: Callable[[KernelNeeds], AutoPlace | None]
     note: Callable[[KernelNeeds], str]
 
-    @property
-    def name(self) -> str:
-        return self.entry.name
 
-
-KERNELS: Registry[ExpertKernel] = Registry("--expert-kernel", ("auto",))
-"""What computes, by the names of `KERNEL_ENTRIES`. Those of this project are in it once
-`moe.kernels.expert_kernels` is imported."""
-
-
-def register_expert_kernel(kernel: ExpertKernel) -> None:
+def register_expert_kernel(entry: KernelEntry) -> None:
     """Make a kernel known to `--expert-kernel` and its `auto`, to checks, `--help` and forecasts. To be called on all
     ranks, before flags are read.
 
     Raises:
         ValueError: its name is taken, or something does not go together or is missing.
     """
-    entry, names = kernel.entry, KERNEL_ENTRIES.names()
-    what = f"--expert-kernel {entry.name}"
+    what, kernel, names = f"--expert-kernel {entry.name}", entry.code, KERNELS.names()
+    check_value(what, "implementation", kernel, ExpertKernel)
     if kernel.product is None and kernel.fused is None:
         raise ValueError(f"{what}: has neither product nor fused")
     if kernel.joined is not None and kernel.fused is None:
@@ -126,5 +114,4 @@ def register_expert_kernel(kernel: ExpertKernel) -> None:
     if entry.recorded_as not in (entry.name, *names):
         raise ValueError(f"{what}: is recorded_as {entry.recorded_as}; known are {', '.join(names)}")
     check_fields(what, kernel)
-    KERNEL_ENTRIES.register(entry)
-    KERNELS.register(kernel)
+    KERNELS.register(entry)

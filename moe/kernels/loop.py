@@ -17,7 +17,6 @@ from ..util.recompute_cache import placeholder
 from ..util.step_parts import register_step_part
 from .expert_products import grouped_product, looped, multiply_dtype, multiply_into
 from .expert_rows import ExpertRows, runs
-from .kernel_entries import LOOP_ENTRY
 from .kernel_registry import AutoPlace, ExpertKernel, KernelNeeds
 from .weight_gradients import deferral_of, now_or_later
 
@@ -129,7 +128,6 @@ def _auto_loop(needs: KernelNeeds) -> AutoPlace:
 
 
 LOOP = ExpertKernel(
-    LOOP_ENTRY,
     product=looped_product,
     fused=loop,
     joined=None,

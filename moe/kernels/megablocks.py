@@ -22,7 +22,6 @@ from ..util.errors import ExpertMeshError
 from ..util.recompute_cache import placeholder
 from ..util.step_parts import register_step_part
 from .expert_rows import ExpertRows
-from .kernel_entries import MEGABLOCKS_SPARSE_ENTRY
 from .kernel_registry import AutoPlace, ExpertKernel, KernelNeeds
 from .swiglu import SwiGLU
 
@@ -242,7 +241,6 @@ def _auto(needs: KernelNeeds) -> AutoPlace | None:
 
 
 MEGABLOCKS_SPARSE = ExpertKernel(
-    MEGABLOCKS_SPARSE_ENTRY,
     product=None,
     fused=megablocks_sparse,
     joined=None,

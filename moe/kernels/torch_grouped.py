@@ -21,7 +21,6 @@ from .carve_out import leaving_room
 from .expert_products import grouped_product, looped, padded
 from .expert_rows import ExpertRows
 from .grouped import MOST_ELEMENTS, GroupedMatmul, check_rows, grouped_mlp
-from .kernel_entries import TORCH_GROUPED_ENTRY
 from .kernel_registry import AutoPlace, ExpertKernel, KernelNeeds
 
 register_step_part(__name__, "expert GEMMs")
@@ -129,7 +128,6 @@ def _has_grouped_mm(needs: KernelNeeds) -> bool:
 
 
 TORCH_GROUPED = ExpertKernel(
-    TORCH_GROUPED_ENTRY,
     product=torch_grouped_product,
     fused=torch_grouped,
     joined=torch_grouped_joined,

@@ -31,8 +31,8 @@ def check_value(what: str, name: str, value: Any, hint: Any) -> None:
     Raises:
         ValueError: it is not as its type hint says.
     """
-    if not _fits(value, hint):
-        raise ValueError(f"{what}: {name} is {value!r:.80}, not {_in_words(hint)}")
+    if not fits(value, hint):
+        raise ValueError(f"{what}: {name} is {value!r:.80}, not {in_words(hint)}")
 
 
 class _Names(dict[str, Any]):
@@ -47,12 +47,13 @@ def hints_of(cls: type) -> dict[str, Any]:
     return get_type_hints(cls, localns=_Names(vars(sys.modules[cls.__module__])))
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value is as a type hint says; of a list, and of a dictionary, not what is in it."""
     origin, args = get_origin(hint), get_args(hint)
     if hint is Any:
         return True
     if origin in (Union, UnionType):
-        return any(_fits(value, each) for each in args)
+        return any(fits(value, each) for each in args)
     if origin is Literal:
         return any(value is each or (type(value) is type(each) and value == each) for each in args)
     if (call := _call_of(hint)) is not None:
@@ -65,8 +66,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return False
     if origin is tuple:
         if args[-1] is not Ellipsis:
-            return len(value) == len(args) and all(map(_fits, value, args))
-        return all(_fits(each, args[0]) for each in value)
+            return len(value) == len(args) and all(map(fits, value, args))
+        return all(fits(each, args[0]) for each in value)
     return True
 
 
@@ -97,12 +98,13 @@ def _takes(function: Callable[..., Any], positional: int | None, by_name: tuple[
     return True
 
 
-def _in_words(hint: Any) -> str:
+def in_words(hint: Any) -> str:
+    """What a value must be, as in "a text or None"."""
     origin, args = get_origin(hint), get_args(hint)
     if hint in _WORDS:
         return _WORDS[hint]
     if origin in (Union, UnionType):
-        return " or ".join(map(_in_words, args))
+        return " or ".join(map(in_words, args))
     if origin is Literal:
         return f"one of {', '.join(map(str, args))}"
     if (call := _call_of(hint)) is not None:
@@ -111,8 +113,10 @@ def _in_words(hint: Any) -> str:
             return "a function"
         named = "".join(f" and {name}=" for name in by_name)
         return f"a function of {positional} argument{'s' if positional != 1 else ''}{named}"
+    if origin is list:
+        return "a list"
     if origin is tuple:
-        return f"a tuple, {'each ' if args[-1] is Ellipsis else ''}{_in_words(args[0])}"
+        return f"a tuple, {'each ' if args[-1] is Ellipsis else ''}{in_words(args[0])}"
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return "a dictionary"
     return f"of type {(origin or hint).__name__}"

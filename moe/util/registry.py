@@ -1,9 +1,14 @@
-"""What a flag's value can name, as entries that a user's own code may add to."""
+"""What a flag's value can name, as entries that a user's own code may add to.
+
+An entry says all of one thing, and names what does it: an object, or, of this project, text as in
+"moe.kernels.loop:LOOP" (see `loaded`), so that flags are read without importing torch.
+"""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from importlib import import_module
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from .entry_checks import check_fields
@@ -21,6 +26,16 @@ class Entry(Protocol):
 
 
 E = TypeVar("E", bound=Entry)
+T = TypeVar("T")
+
+
+def loaded(named: str | T) -> T:
+    """What an entry names: an object, or "module:attribute" within this project, whose module is imported now."""
+    if not isinstance(named, str):
+        return named
+    module, _, attribute = named.partition(":")
+    found: T = getattr(import_module(f"...{module}", __package__), attribute)
+    return found
 
 
 class Registry(Generic[E]):

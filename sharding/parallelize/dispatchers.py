@@ -5,11 +5,10 @@ from functools import partial
 
 import torch
 
-# which bind theirs to the entries
-from ...moe.dispatch import alltoall, dedup  # noqa: F401
-from ...moe.dispatch.dispatcher_entries import DISPATCHER_ENTRIES, dispatchers_of, resolve_dispatch
-from ...moe.dispatch.dispatcher_registry import DISPATCHERS, Dispatcher, DispatchOptions
+from ...moe.dispatch.dispatcher_entries import DISPATCHERS, dispatchers_of, resolve_dispatch
+from ...moe.dispatch.dispatcher_registry import Dispatcher, DispatchOptions
 from ...moe.util.errors import ExpertMeshError
+from ...moe.util.registry import loaded
 from ..collectives.groups import few_blocks
 from ..collectives.node_groups import find_nodes, make_node_groups
 from ..mesh import Mesh
@@ -40,7 +39,7 @@ def choose_dispatcher(mesh: Mesh, strategy: Strategy, top_k: int) -> MakeDispatc
         options = partial(few_blocks, device_type if chunks > 1 else "cpu")
         nodes = make_node_groups(mesh.topology, found, mesh.timeout, options, device_type)
     sum_dtype = torch.float32 if strategy.sums_in_fp32 and entry.sums else None
-    make = DISPATCHERS[entry.name]
+    make = loaded(entry.make)
     return lambda num_experts: make(DispatchOptions(num_experts, group, chunks, nodes, sum_dtype))
 
 
@@ -58,6 +57,6 @@ def _ranks_on_node(topology: Topology, strategy: Strategy) -> int | None:
         raise ExpertMeshError(
             f"--ranks-per-node {given}: the {topology.ep_size} ranks of an EP group are spread "
             f"unevenly over nodes; --dispatch {strategy.dispatch} needs equal numbers, --dispatch "
-            f"{DISPATCHER_ENTRIES.get(strategy.dispatch).without_nodes} does not"
+            f"{DISPATCHERS.get(strategy.dispatch).without_nodes} does not"
         )
     return found

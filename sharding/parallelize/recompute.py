@@ -86,7 +86,7 @@ def keep_products(model: Any, num_layers: int) -> None:
             f"--keep-expert-products {num_layers}: this model has {len(layers)} MoE layers; use at most {len(layers)}"
         )
     for layer in layers[len(layers) - num_layers :]:
-        entry = layer.mlp.kernel.entry
+        entry = layer.mlp.kernel
         if not entry.keeps_products:
             raise ExpertMeshError(
                 f"--keep-expert-products {num_layers}: --expert-kernel {entry.name} recomputes them; use "

@@ -14,7 +14,8 @@ from benchmarks import experts
 from benchmarks.experts import BOTH, EXPERTS, FORWARD, LAYER, ROUTINGS, TARGET_SETTING, Model, Result, Setting
 from expertmesh.moe.experts.shape import MoEShape
 from expertmesh.moe.kernels.expert_rows import ExpertRows
-from expertmesh.moe.kernels.kernel_registry import KERNELS
+from expertmesh.moe.kernels.kernel_entries import KERNELS
+from expertmesh.moe.kernels.kernel_registry import FusedSwiGLU
 from tests.moe.test_kernels import fused
 from tests.rounding import OTHER_ORDER
 
@@ -105,6 +106,13 @@ def test_writes_figures_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixt
     assert len(bars) == 2 * (len(names) - 1)
 
 
+def with_fused(monkeypatch: pytest.MonkeyPatch, fused: FusedSwiGLU) -> None:
+    """Have torch-grouped compute complete experts so."""
+    kernel = KERNELS.get("torch-grouped")
+    other = replace(kernel, implementation=replace(kernel.code, fused=fused))
+    monkeypatch.setitem(KERNELS._entries, kernel.name, other)
+
+
 def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def forgets_v1(
         rows_RD: Tensor, experts: ExpertRows, w1: Tensor, v1: Tensor, w2: Tensor, *, needs_output: bool = True
@@ -112,7 +120,7 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: py
         out_RD = fused("loop")(rows_RD, experts, w1, v1.detach(), w2)
         return out_RD + 0 * v1.sum()
 
-    monkeypatch.setitem(KERNELS._entries, "torch-grouped", replace(KERNELS.get("torch-grouped"), fused=forgets_v1))
+    with_fused(monkeypatch, forgets_v1)
     command = ["--device", "cpu", "--dtype", "float32", "--model", "mixtral", "--tokens", "32", "--rounds", "1"]
     assert experts.main(command) == 1
     told = capsys.readouterr()
@@ -134,7 +142,7 @@ def test_a_variant_that_fails_while_it_is_timed_ends_no_other(
             raise RuntimeError("an illegal instruction")
         return fused("loop")(rows_RD, experts, w1, v1, w2)
 
-    monkeypatch.setitem(KERNELS._entries, "torch-grouped", replace(KERNELS.get("torch-grouped"), fused=fails_late))
+    with_fused(monkeypatch, fails_late)
     command = ["--device", "cpu", "--model", "mixtral", "--tokens", "32", "--rounds", "1", "--routing", "balanced"]
     assert experts.main([*command, "--json", str(tmp_path / "figures.json")]) == 0
     assert "torch-grouped, experts, forward: RuntimeError: an illegal instruction" in capsys.readouterr().out

@@ -18,7 +18,7 @@ from expertmesh.moe.experts.forward import Forward
 from expertmesh.moe.experts.router_stats import over_ranks
 from expertmesh.moe.kernels.expert_kernels import KernelChoice
 from expertmesh.moe.kernels.fp8 import FP8
-from expertmesh.moe.kernels.kernel_registry import KERNELS
+from expertmesh.moe.kernels.kernel_entries import KERNELS
 from expertmesh.sharding.collectives.context_parallel import CPGroup
 from expertmesh.sharding.mesh import build_mesh
 from expertmesh.sharding.replicas import check_replicas

@@ -9,7 +9,7 @@ from torch import Tensor
 from expertmesh.moe.kernels import megablocks_ops
 from expertmesh.moe.kernels.fp8 import FP8
 from expertmesh.moe.kernels.fp8_casts import Scaled, cast_columns, cast_rows, cast_runs, padded_runs
-from expertmesh.moe.kernels.kernel_registry import KERNELS
+from expertmesh.moe.kernels.kernel_entries import KERNELS
 from expertmesh.moe.linear.quantized import Kind, Storage, dequantize, quantize
 from tests.moe.kernel_contract import COUNTS, check_bias, check_kernel, rows_of
 from tests.moe.test_fp8 import RAGGED
@@ -110,7 +110,7 @@ def test_multiprocessors_left_to_nccl_change_nothing() -> None:
         pytest.skip("needs a GPU with a kernel for grouped_mm")
     generator, sizes = torch.Generator("cuda").manual_seed(0), ((512, 256), (4, 128, 256))
     x, weight = (torch.randn(size, generator=generator, device="cuda").bfloat16() for size in sizes)
-    counts, product = [100, 0, 300, 112], KERNELS.get("torch-grouped").product
+    counts, product = [100, 0, 300, 112], KERNELS.get("torch-grouped").code.product
     assert product is not None
     found = []
     for is_beside in (False, True):

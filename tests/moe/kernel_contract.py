@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from expertmesh.moe.kernels.expert_products import AddBias, Product
 from expertmesh.moe.kernels.expert_rows import ExpertRows
+from expertmesh.moe.kernels.kernel_entries import KernelEntry
 from expertmesh.moe.kernels.kernel_registry import ExpertKernel
 from expertmesh.moe.util.recompute_cache import for_backward_alone
 from tests.rounding import OTHER_ORDER, assert_near
@@ -128,7 +129,7 @@ def outcome(run: Callable[[], Tensor], inputs: Sequence[Tensor], grad: Tensor | 
 
 
 def check_kernel(
-    kernel: ExpertKernel,
+    kernel: KernelEntry,
     counts: Sequence[int],
     dtype: torch.dtype = torch.float32,
     tolerance: float = OTHER_ORDER,
@@ -145,7 +146,7 @@ def check_kernel(
       frugal kernel makes one GEMM less then, without memory for an output; and a product's gradient of a weight lies in
       memory as the weight does.
     """
-    for name, form in forms_of(kernel, *widths).items():
+    for name, form in forms_of(kernel.code, *widths).items():
         _check_form(f"{kernel.name}, {name}, rows {list(counts)}", form, counts, dtype, tolerance, device, is_frugal)
 
 

@@ -20,7 +20,7 @@ from expertmesh.moe.experts.model_facts import facts_of
 from expertmesh.moe.hf_model import families
 from expertmesh.moe.hf_model.build import build_model, use_kernel, without_computing
 from expertmesh.moe.hf_model.trial import standing_in_for_weights
-from expertmesh.moe.kernels.kernel_registry import KERNELS
+from expertmesh.moe.kernels.kernel_entries import KERNELS
 from expertmesh.moe.linear.quantized import SCALES, Kind, fill, storages_of
 from expertmesh.moe.transformers_private import projecting_functions
 from expertmesh.training.planning.planner.asked import Asked

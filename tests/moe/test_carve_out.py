@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from expertmesh.moe.kernels.carve_out import LEFT
-from expertmesh.moe.kernels.kernel_registry import KERNELS
+from expertmesh.moe.kernels.kernel_entries import KERNELS
 from tests.moe.kernel_contract import rows_of
 from tests.tiny import tiny_block
 
@@ -33,7 +33,7 @@ def left(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
 def test_forward_and_backward(left: list[int | None], name: str, is_beside: bool) -> None:
     x, experts = torch.randn(5, 8, requires_grad=True), rows_of([2, 3], is_beside=is_beside)
     w1, v1, w2 = (torch.randn(2 * 4, 8, requires_grad=True) for _ in range(3))
-    kernel = KERNELS.get("torch-grouped")
+    kernel = KERNELS.get("torch-grouped").code
     assert kernel.fused is not None
     assert kernel.joined is not None
     assert kernel.product is not None
@@ -54,7 +54,7 @@ def test_an_error_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(F, "grouped_mm", fail)
-    product = KERNELS.get("torch-grouped").product
+    product = KERNELS.get("torch-grouped").code.product
     assert product is not None
     with pytest.raises(RuntimeError, match="no memory"):
         product(torch.randn(5, 8), rows_of([2, 3], is_beside=True), torch.randn(2, 4, 8))

@@ -14,7 +14,7 @@ from expertmesh.moe.experts.activation import Activation
 from expertmesh.moe.experts.layout import expert_modules, read_layout
 from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.hf_model.build import build_model, dmoe_from, kernel_needs, use_kernel
-from expertmesh.moe.kernels.kernel_registry import KERNELS
+from expertmesh.moe.kernels.kernel_entries import KERNELS
 from expertmesh.moe.linear.low_rank import LowRank
 from expertmesh.moe.util.errors import ExpertMeshError
 from tests.families.configs import skip_if_older

@@ -23,8 +23,8 @@ from expertmesh.moe.kernels.fp8_casts import (
     plain_runs,
 )
 from expertmesh.moe.kernels.grouped import for_any_rows
+from expertmesh.moe.kernels.kernel_entries import LOOP_ENTRY
 from expertmesh.moe.kernels.kernel_registry import KernelNeeds
-from expertmesh.moe.kernels.loop import LOOP
 from expertmesh.moe.util.errors import ExpertMeshError
 from tests.gpus import SetCapability
 from tests.interpreter import interpreted, round_to_nearest
@@ -70,8 +70,8 @@ def plain(x_RI: Tensor, counts: list[int], weight_eOI: Tensor) -> Tensor:
 
 
 def product(x_RI: Tensor, counts: list[int], weight_eOI: Tensor) -> Tensor:
-    assert FP8.product is not None
-    return FP8.product(x_RI, rows_of(counts, x_RI.device.type), weight_eOI)
+    assert FP8.code.product is not None
+    return FP8.code.product(x_RI, rows_of(counts, x_RI.device.type), weight_eOI)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -196,9 +196,9 @@ def test_rows_of_several_products_are_cast_once() -> None:
         for name in ("cast_rows", "cast_columns", "cast_runs")
     }
     tensors = [torch.randn(shape).bfloat16().requires_grad_() for shape in [(20, D), *[(2 * WIDTH, D)] * 3]]
-    assert FP8.fused is not None
+    assert FP8.code.fused is not None
     with mock.patch.multiple(expertmesh.moe.kernels.fp8, **calls):
-        out = FP8.fused(tensors[0], rows_of([13, 7]), *tensors[1:])
+        out = FP8.code.fused(tensors[0], rows_of([13, 7]), *tensors[1:])
         # rows, hidden numbers, w1 and v1; w2, which lies transposed
         assert [call.call_count for call in calls.values()] == [4, 1, 0]
         out.sum().backward()
@@ -261,7 +261,7 @@ def test_experts_of_other_kinds(kind: str) -> None:
     """Biases and activations are as ever, between products in fp8."""
     theirs = random(OTHER_KINDS[kind]())
     results = []
-    for kernel in (FP8, LOOP):
+    for kernel in (FP8, LOOP_ENTRY):
         experts = our_experts(theirs, TOP_K).bfloat16()
         experts.mlp.kernel = kernel
         experts_TK = torch.randint(4, (11, TOP_K), generator=torch.Generator().manual_seed(1))
@@ -276,10 +276,10 @@ def test_experts_of_other_kinds(kind: str) -> None:
 def test_adapters_are_multiplied_in_bf16() -> None:
     experts = experts_of("plain").bfloat16()
     chosen = choose_kernel("auto", KernelNeeds("cpu", torch.bfloat16, ((16, 48),), False), "fp8").kernel
-    assert chosen.product is FP8.product
-    assert chosen.low_rank is LOOP.product
-    counters = [mock.Mock(wraps=chosen.product), mock.Mock(wraps=chosen.low_rank)]
-    experts.mlp.kernel = replace(chosen, product=counters[0], low_rank=counters[1])
+    assert chosen.code.product is FP8.code.product
+    assert chosen.code.low_rank is LOOP_ENTRY.code.product
+    counters = [mock.Mock(wraps=chosen.code.product), mock.Mock(wraps=chosen.code.low_rank)]
+    experts.mlp.kernel = replace(chosen, implementation=replace(chosen.code, product=counters[0], low_rank=counters[1]))
     adapted(experts, dtype=torch.bfloat16)
     experts(torch.randn(9, 16).bfloat16(), torch.tensor([[0, 2]] * 9), torch.rand(9, TOP_K))
     assert [counter.call_count for counter in counters] == [3, 6]
@@ -290,7 +290,7 @@ def test_choice(set_capability: SetCapability) -> None:
         return choose_kernel(name, KernelNeeds(device, dtype, ((64, more[0] if more else 48),)), "fp8")
 
     assert (of("cpu").name, of("cpu").why) == ("fp8", "emulated on a CPU")
-    assert fused("torch-grouped") is not FP8.fused
+    assert fused("torch-grouped") is not FP8.code.fused
     for capability in ((8, 9), (10, 0), (12, 0)):
         set_capability(capability)
         found = rf"this one has {capability[0]}\.{capability[1]}"
@@ -311,11 +311,11 @@ def test_choice(set_capability: SetCapability) -> None:
 def test_too_many_rows_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("expertmesh.moe.kernels.grouped.computes_on_cpu", lambda tensor: False)
     rows, weight = torch.empty(2**16, 2**15, device="meta"), torch.empty(16, 2**15, device="meta")
-    assert FP8.fused is not None
+    assert FP8.code.fused is not None
     with pytest.raises(
         ExpertMeshError, match=r"--expert-precision fp8 takes fewer than 2\^31 elements.*--max-seq-length$"
     ):
-        FP8.fused(rows, rows_of([2**16]), weight, weight, weight)
+        FP8.code.fused(rows, rows_of([2**16]), weight, weight, weight)
 
 
 def test_rows_that_are_none_need_no_cast() -> None:

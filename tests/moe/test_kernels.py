@@ -16,8 +16,8 @@ from expertmesh.moe.kernels.expert_kernels import choose_kernel
 from expertmesh.moe.kernels.expert_products import AddBias
 from expertmesh.moe.kernels.expert_rows import ExpertRows
 from expertmesh.moe.kernels.fp8 import FP8
-from expertmesh.moe.kernels.kernel_entries import KERNEL_ENTRIES
-from expertmesh.moe.kernels.kernel_registry import KERNELS, ExpertKernel, FusedSwiGLU, KernelNeeds
+from expertmesh.moe.kernels.kernel_entries import KERNELS, LOOP_ENTRY, KernelEntry
+from expertmesh.moe.kernels.kernel_registry import FusedSwiGLU, KernelNeeds
 from expertmesh.moe.kernels.loop import LOOP
 from expertmesh.moe.kernels.torch_grouped import _leaves_empty_groups
 from expertmesh.moe.util.errors import ExpertMeshError
@@ -31,7 +31,7 @@ GROUPED = KERNELS.get("torch-grouped")
 
 
 def fused(kernel: str) -> FusedSwiGLU:
-    function = KERNELS.get(kernel).fused
+    function = KERNELS.get(kernel).code.fused
     assert function is not None
     return function
 
@@ -72,7 +72,7 @@ def test_contract_on_gpus_that_leave_empty_groups(monkeypatch: pytest.MonkeyPatc
 def test_the_contract_is_not_met_by_all() -> None:
     """Of `loop`, changed: what each fault is told as."""
 
-    def changed(spoil: Callable[[Tensor], Tensor], tensor: str) -> ExpertKernel:
+    def changed(spoil: Callable[[Tensor], Tensor], tensor: str) -> KernelEntry:
         def run(
             rows_RD: Tensor, experts: ExpertRows, w1: Tensor, v1: Tensor, w2: Tensor, *, needs_output: bool = True
         ) -> Tensor:
@@ -81,7 +81,7 @@ def test_the_contract_is_not_met_by_all() -> None:
             out = fused("loop")(rows_RD, experts, w1, v1, w2, needs_output=needs_output)
             return spoil(out) if tensor == "output" else out
 
-        return replace(LOOP, fused=run, product=None)
+        return replace(LOOP_ENTRY, implementation=replace(LOOP, fused=run, product=None))
 
     def off(weight: Tensor) -> Tensor:
         """The same weight, of which the first expert's gradient is a bit more."""
@@ -101,7 +101,7 @@ def test_the_contract_is_not_met_by_all() -> None:
 
 
 def test_grouped_refuses_widths_and_dtypes() -> None:
-    function, joined, product, experts = fused("torch-grouped"), GROUPED.joined, GROUPED.product, rows_of([2])
+    function, joined, product, experts = fused("torch-grouped"), GROUPED.code.joined, GROUPED.code.product, rows_of([2])
     assert joined is not None
     assert product is not None
     narrow, double = torch.zeros(2, 6), torch.zeros(2, 8).double()
@@ -124,7 +124,7 @@ def test_grouped_refuses_2_to_the_31_elements() -> None:
         return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
     weight, wide = empty(14336, 4096), empty(1, 16, 1024)
-    function, joined, product = fused("torch-grouped"), GROUPED.joined, GROUPED.product
+    function, joined, product = fused("torch-grouped"), GROUPED.code.joined, GROUPED.code.product
     assert joined is not None
     assert product is not None
     calls: list[tuple[int, int, Callable[[Tensor, ExpertRows], Tensor], str]] = [
@@ -144,13 +144,14 @@ def test_gate_and_up_are_two_gemms_where_one_is_too_large(
     monkeypatch: pytest.MonkeyPatch, counts: list[int], products: int
 ) -> None:
     monkeypatch.setattr("expertmesh.moe.kernels.torch_grouped.MOST_ELEMENTS", 5 * 2 * WIDTH)
-    assert GROUPED.joined is not None
+    assert GROUPED.code.joined is not None
     gate_up, w2 = torch.randn(3, 2 * WIDTH, D, requires_grad=True), torch.randn(3 * WIDTH, D, requires_grad=True)
     rows = torch.randn(sum(counts), D, requires_grad=True)
     with mock.patch.object(F, "grouped_mm", wraps=F.grouped_mm) as grouped_mm:
-        GROUPED.joined(rows, rows_of(counts), gate_up, w2).sum().backward()
+        GROUPED.code.joined(rows, rows_of(counts), gate_up, w2).sum().backward()
     assert grouped_mm.call_count == products
-    check_kernel(replace(GROUPED, fused=None, product=None, low_rank=None), counts, is_frugal=False)
+    joined = replace(GROUPED.code, fused=None, product=None, low_rank=None)
+    check_kernel(replace(GROUPED, implementation=joined), counts, is_frugal=False)
 
 
 @pytest.mark.parametrize("name", ["fused", "joined", "product", "product, transposed"])
@@ -158,7 +159,7 @@ def test_gate_and_up_are_two_gemms_where_one_is_too_large(
 def test_one_expert_goes_by_ordinary_matmuls(name: str, dtype: torch.dtype) -> None:
     """With the bits of `grouped_mm`, which multiplies two experts here, the second of them without rows; and gradients
     that lie in memory as those do."""
-    form = forms_of(GROUPED, D, WIDTH)[name]
+    form = forms_of(GROUPED.code, D, WIDTH)[name]
     x = torch.randn(37, D, dtype=dtype, requires_grad=True)
     weights = [torch.randn(2, *matrix, dtype=dtype, requires_grad=True) for matrix in form.widths[1]]
     alone = [weight[:1].detach().requires_grad_() for weight in weights]
@@ -304,11 +305,6 @@ def test_without_megablocks(set_capability: SetCapability, monkeypatch: pytest.M
     assert choose_kernel("auto", needs("cuda", 128, 256)).name == "torch-grouped"
     with pytest.raises(ExpertMeshError, match="needs megablocks and stk and triton, not installed here; run make"):
         choose_kernel(SPARSE, needs("cuda", 128, 128))
-
-
-def test_names() -> None:
-    assert tuple(kernel.entry for kernel in KERNELS.entries()) == KERNEL_ENTRIES.entries()
-    assert all(kernel.product is not None or kernel.fused is not None for kernel in KERNELS.entries())
 
 
 def test_a_dry_run_within_another_does_not_end_it() -> None:

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from benchmarks.original_megablocks import original_dmoe
 from expertmesh.moe.experts.shape import MoEShape
 from expertmesh.moe.kernels import megablocks_ops
-from expertmesh.moe.kernels.megablocks import MEGABLOCKS_SPARSE, _topology, load_megablocks
+from expertmesh.moe.kernels.kernel_entries import MEGABLOCKS_SPARSE_ENTRY
+from expertmesh.moe.kernels.megablocks import _topology, load_megablocks
 from expertmesh.moe.kernels.swiglu import plain_backward, plain_forward, swiglu_joined_backward
 from expertmesh.moe.util.errors import ExpertMeshError
 from tests.interpreter import interpreted, prepare_megablocks
@@ -38,7 +39,7 @@ def original_of(block: Any) -> torch.nn.Module:
 )
 def test_contract(counts: list[int], width: int) -> None:
     prepare_megablocks()
-    check_kernel(MEGABLOCKS_SPARSE, counts, tolerance=OTHER_ORDER, widths=(D, width))
+    check_kernel(MEGABLOCKS_SPARSE_ENTRY, counts, tolerance=OTHER_ORDER, widths=(D, width))
 
 
 @interpreted

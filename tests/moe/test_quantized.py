@@ -14,7 +14,7 @@ from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.kernels import expert_rows
 from expertmesh.moe.kernels.expert_rows import ExpertRows
-from expertmesh.moe.kernels.kernel_registry import KERNELS
+from expertmesh.moe.kernels.kernel_entries import KERNELS
 from expertmesh.moe.kernels.loop import looped_product
 from expertmesh.moe.linear.quantized import (
     BLOCK,
@@ -185,7 +185,7 @@ def test_experts_a_few_at_a_time(
         weight_eOI = weight_eOI.transpose(1, 2)
     x = torch.randn(9, weight_eOI.shape[2], generator=generator)
     x_1, x_2 = (x.clone().requires_grad_() for _ in range(2))
-    product = KERNELS.get(kernel).product
+    product = KERNELS.get(kernel).code.product
     assert product is not None
     experts = rows_for_few(x, rows_of(SOME, **how), {"w": codes}, {"w": storage})
     out = stored_product(x_1, experts, codes, scales, storage, product, is_transposed)

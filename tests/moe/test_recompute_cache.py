@@ -9,7 +9,7 @@ from torch import Tensor
 
 from expertmesh.moe.dispatch.permute import PermuteRows, TokensToRows, count_experts, expert_order
 from expertmesh.moe.kernels.expert_products import AddBias
-from expertmesh.moe.kernels.kernel_registry import KERNELS
+from expertmesh.moe.kernels.kernel_entries import KERNELS
 from expertmesh.moe.linear.quantized import Storage, quantize, stored_product
 from expertmesh.moe.util.recompute_cache import for_backward_alone
 from tests.moe.kernel_contract import Calls, rows_of
@@ -36,7 +36,7 @@ def test_stored_product(is_transposed: bool) -> None:
     storage = Storage("fp8", 16)
     codes, scales = quantize(torch.randn(3 * 24, 16), storage)
     x_RI = torch.randn(7, 24 if is_transposed else 16, requires_grad=True)
-    product, rows = KERNELS.get("loop").product, rows_of([4, 0, 3])
+    product, rows = KERNELS.get("loop").code.product, rows_of([4, 0, 3])
     assert product is not None
     how = (storage, product, is_transposed)
     check("aten::mm.out", 2, lambda: stored_product(x_RI, rows, codes, scales, *how), [x_RI])

@@ -8,8 +8,7 @@ import torch
 from expertmesh.moe.experts.lora import first_values
 from expertmesh.moe.hf_model.build import build_model, count_parameters, kernel_needs
 from expertmesh.moe.kernels.expert_kernels import choose_kernel
-from expertmesh.moe.kernels.kernel_entries import Precision
-from expertmesh.moe.kernels.kernel_registry import KERNELS
+from expertmesh.moe.kernels.kernel_entries import KERNELS, Precision
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.model_setup.lora_targets import adapt, unquantized_lines
@@ -65,7 +64,7 @@ def test_no_rank_makes_the_base_experts_loop(set_capability: SetCapability, rank
     adapt(model, TrainConfig(model="m", dataset=["d"], adapter="lora", lora_targets=["experts"], lora_rank=rank))
     choice = choose_kernel("auto", kernel_needs(model, "cuda", torch.bfloat16), precision)
     assert choice.name == ("torch-grouped" if precision == "same" else "fp8")
-    assert choice.kernel.low_rank is KERNELS.get("torch-grouped").low_rank is not None
+    assert choice.kernel.code.low_rank is KERNELS.get("torch-grouped").code.low_rank is not None
 
 
 def test_what_is_not_quantized_is_told() -> None:

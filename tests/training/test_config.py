@@ -13,7 +13,7 @@ from transformers.trainer_utils import SchedulerType
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.parser import flag_of
 from expertmesh.moe.util.sizes import parse_size
-from expertmesh.training.config.flags import LIMITS, _value_type, group_of
+from expertmesh.training.config.flags import LIMITS, group_of, value_type
 from expertmesh.training.config.optimizers import OUR_OPTIMIZERS
 from expertmesh.training.config.settings import SCHEDULES
 from expertmesh.training.config.train_config import (
@@ -403,13 +403,13 @@ def test_all_that_is_wrong_in_a_file_is_told_at_once(tmp_path: Path) -> None:
         assert said.count(problem) == 1
 
 
-NUMBERS = [field for field in fields(TrainConfig) if _value_type(field) in (int, float)]
+NUMBERS = [field for field in fields(TrainConfig) if value_type(field) in (int, float)]
 
 
 @pytest.mark.parametrize("setting", NUMBERS, ids=lambda setting: setting.name)
 def test_numbers_that_make_no_sense_are_refused_by_name(setting: Any) -> None:
     """Also of a setting that is added, which must say what it takes; written with a space or an equals sign."""
-    flag, kind = flag_of(setting.name), _value_type(setting)
+    flag, kind = flag_of(setting.name), value_type(setting)
     limits = {limit: bound for limit, bound in setting.metadata.items() if limit in LIMITS}
     assert {"least", "above"} & limits.keys(), "it takes what is below any bound"
     low: Any = limits.get("least", limits.get("above"))

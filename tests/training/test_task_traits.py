@@ -7,12 +7,12 @@ import pytest
 
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.tasks import SFT, TASKS, TaskEntry
-from expertmesh.training.config.train_config import SETTINGS, parse_config
+from expertmesh.training.config.train_config import SETTINGS, as_flag, parse_config
 from expertmesh.training.data.record_kinds import CONVERSATIONS, RecordKind
 from expertmesh.training.loss.objective import Objective
 from expertmesh.training.start.inputs import data_options
 from expertmesh.training.tasks.distillation import Distillation
-from expertmesh.training.tasks.registry import _TASKS, register_task, task_of
+from expertmesh.training.tasks.registry import register_task, task_of
 from expertmesh.training.tasks.task import DataTraits, Task
 
 OF_TASK = {
@@ -42,12 +42,9 @@ class Focal(Task):
 
 
 @pytest.fixture(autouse=True)
-def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    known = dict(_TASKS)
-    monkeypatch.setattr(TASKS, "_entries", dict(TASKS._entries))
-    yield
-    _TASKS.clear()
-    _TASKS.update(known)
+def _as_before() -> Iterator[None]:
+    with TASKS.restored():
+        yield
 
 
 def parse(flags: str) -> Any:
@@ -57,10 +54,18 @@ def parse(flags: str) -> Any:
 def register(heeds: tuple[str, ...], of_records: tuple[str, ...]) -> None:
     by_turns = RecordKind("verdict by verdict") if "split_turns" in of_records else None
     records = RecordKind("verdicts", heeds=of_records, by_turns=by_turns)
-    own = TaskEntry(
-        name="focal", help="own", records=records, has_reference=False, heeds=heeds, losses=(), with_divergence=()
+    register_task(
+        TaskEntry(
+            name="focal",
+            help="own",
+            records=records,
+            has_reference=False,
+            heeds=heeds,
+            losses=(),
+            with_divergence=(),
+            task=Focal,
+        )
     )
-    register_task(own, Focal)
 
 
 def test_the_tables_have_every_trait() -> None:
@@ -76,12 +81,10 @@ def test_a_trait_on_and_off(name: str, flags: str) -> None:
     register(tuple(OF_TASK.keys() - {name}), tuple(OF_RECORDS.keys() - {name}))
     with pytest.raises(ExpertMeshError) as caught:
         parse(f"--task focal {flags}")
-    flag, *value = flags.split()
     reads = name in OF_RECORDS
     why = "is not for verdicts, which --task focal reads" if reads else "--task focal does not read it"
     why = "--task focal needs a fixed set of data" if name == "streaming" else why
-    asked = " ".join([flag, *value]) if SETTINGS[name].metadata.get("metavar") != "DIR" else flag
-    said = flag if name in ("streaming", "prompt_template", "teacher") else asked
+    said = "--prompt-template" if name == "prompt_template" else as_flag(name, getattr(parse(flags), name))
     assert str(caught.value) == f"{said}: {why}; leave it out"
 
 

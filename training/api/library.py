@@ -2,9 +2,9 @@
 
 import inspect
 from collections.abc import Collection
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from ...moe.util.errors import ExpertMeshError, warn_user
 from ...moe.util.terminal import folded_to
@@ -12,9 +12,8 @@ from ...sharding.runtime.agreement import check_alike
 from ...sharding.runtime.process import join_process_group, raise_together
 from ...sharding.runtime.watchdog import collectives_limit
 from ..config.flags import default_of, group_of
-from ..config.load_settings import LoadSettings
 from ..config.tasks import SFT
-from ..config.train_config import SETTINGS, TrainConfig, make_config, read_by
+from ..config.train_config import DEFAULTS, SETTINGS, TrainConfig, make_config, read_by
 from ..engine.engine import Engine, start_engine
 from ..start.consistency import start_facts
 from ..start.process import prepare_process
@@ -24,7 +23,7 @@ _SCHEDULE = ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup
 """Settings that mean something once it is known how many steps there are."""
 
 
-def load(model: str | Path, **settings: Unpack[LoadSettings]) -> Engine:
+def load(model: str | Path | TrainConfig, **settings: Any) -> Engine:
     """Load a mixture-of-experts model, shard it over the ranks, and return an engine that trains it.
 
     Call it in a single process, such as a notebook's, or on every rank under torchrun. If there is no process group
@@ -35,14 +34,16 @@ def load(model: str | Path, **settings: Unpack[LoadSettings]) -> Engine:
         engine = expertmesh.load("DIR", ep_size=1, learning_rate=1e-5, max_steps=500)
 
     Args:
-        model: directory of a Hugging Face checkpoint, or a hub id.
+        model: directory of a Hugging Face checkpoint, or a hub id; or a `TrainConfig` with all settings, whose names
+            and types editors and type checkers know.
         settings: the flags of `train_ep.py` with underscores in their names. `config` is a YAML file of more settings.
             Settings that only the loop of `train_ep.py` reads, such as `save_steps`, raise a warning here.
 
     Raises:
         ExpertMeshError: on all ranks, if a setting is invalid, or the model cannot be read or trained with them.
     """
-    config = make_config({"model": str(model), **settings})
+    given = _settings_of(model, settings)
+    config = make_config(given)
     if config.task != SFT.name:
         dpo = ", put TrainerMixin before trl's DPOTrainer" if config.task_entry.has_reference else ""
         raise ExpertMeshError(
@@ -54,7 +55,7 @@ def load(model: str | Path, **settings: Unpack[LoadSettings]) -> Engine:
             f"teacher={config.teacher!r}: only train_ep.py learns from a teacher, whose predictions it computes "
             "from its data; use it, or give engine.step a loss of your own"
         )
-    for line in _without_effect(config, settings):
+    for line in _without_effect(config, given):
         warn_user(line)
     prepare_process(config)
     ranks = join_process_group(config.use_cpu, collectives_limit(config.ddp_timeout))
@@ -87,6 +88,15 @@ def load(model: str | Path, **settings: Unpack[LoadSettings]) -> Engine:
     return engine
 
 
+def _settings_of(model: str | Path | TrainConfig, settings: dict[str, Any]) -> dict[str, Any]:
+    """What was given, by the names of the settings."""
+    if not isinstance(model, TrainConfig):
+        return {"model": str(model), **settings}
+    if settings:
+        raise ExpertMeshError(f"{', '.join(settings)}: set what the TrainConfig has, which is given, too")
+    return {name: value for name in SETTINGS if (value := getattr(model, name)) != DEFAULTS[name] or name == "model"}
+
+
 def _without_effect(config: TrainConfig, given: Collection[str]) -> list[str]:
     """What was given and changes nothing here, in words. A YAML file may have settings of train_ep.py's loop too."""
     of_loop = SETTINGS.keys() - read_by("load")
@@ -116,20 +126,21 @@ def _without_effect(config: TrainConfig, given: Collection[str]) -> list[str]:
 def _signature() -> inspect.Signature:
     """With every setting and its default, for what completes names in notebooks and for `help`."""
     model = inspect.signature(load).parameters["model"]
-    defaults = {setting.name: setting.default for setting in fields(TrainConfig)}
+    config = inspect.Parameter("config", model.KEYWORD_ONLY, annotation=str | Path, default=None)
     settings = [
-        inspect.Parameter(name, model.KEYWORD_ONLY, annotation=hint, default=_or_none(defaults.get(name)))
-        for name, hint in LoadSettings.__annotations__.items()
+        inspect.Parameter(name, model.KEYWORD_ONLY, annotation=setting.type, default=_or_none(setting.default))
+        for name, setting in SETTINGS.items()
+        if name != "model"
     ]
-    return inspect.Signature([model, *settings], return_annotation=Engine)
+    return inspect.Signature([model, config, *settings], return_annotation=Engine)
 
 
 def _help() -> str:
     """The docstring, and below it what each setting does, by group."""
     lines = [inspect.cleandoc(load.__doc__ or "")]
     groups: dict[str, list[str]] = {}
-    for setting in fields(TrainConfig):
-        if setting.name in LoadSettings.__annotations__:
+    for setting in SETTINGS.values():
+        if setting.name != "model":
             said = setting.metadata["help"]
             groups.setdefault(group_of(TrainConfig, setting.name), []).append(
                 f"    {setting.name}: {said() if callable(said) else said}"
@@ -140,7 +151,7 @@ def _help() -> str:
 
 
 def _or_none(default: Any) -> Any:
-    """Of lists, which are empty or are chosen by the model, and of `config`."""
+    """Of lists, which are empty or are chosen by the model."""
     return None if default is MISSING else default
 
 

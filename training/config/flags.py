@@ -144,9 +144,22 @@ class FlagParser(Parser):
         """Whether a field has a list of values."""
         return self._option_string_actions[flag_of(name)].nargs == "+"
 
+    def value_of(self, name: str, texts: Sequence[str]) -> Any:
+        """A field's value, read as its flag reads these; a field without a list has one of them."""
+        action, values = self._option_string_actions[flag_of(name)], []
+        if "--" in texts:  # which no flag can have
+            self.error(f"argument {flag_of(name)}: -- is no value")
+        try:
+            for text in texts:
+                values.append(self._get_value(action, text))
+                self._check_value(action, values[-1])
+        except ArgumentError as error:
+            self.error(str(error))
+        return values if self.takes_list(name) else values[0]
+
     def _add_flag(self, group: _ArgumentGroup, setting: Field[Any]) -> None:
         own = {name: setting.metadata[name] for name in _OF_PARSERS if name in setting.metadata}
-        arguments: dict[str, Any] = {"type": _value_type(setting), **own}
+        arguments: dict[str, Any] = {"type": value_type(setting), **own}
         names = [setting.name, *setting.metadata.get("aliases", ())]
         self.names |= dict.fromkeys(names, setting.name)
         arguments |= {name: arguments[name]() for name in ("help", "choices") if callable(arguments.get(name))}
@@ -178,7 +191,7 @@ def default_of(setting: Field[Any]) -> Any:
     return setting.default if setting.default_factory is MISSING else setting.default_factory()
 
 
-def _value_type(setting: Field[Any]) -> Any:
+def value_type(setting: Field[Any]) -> Any:
     """The type of a field; without None, which is what leaving out the flag gives."""
     # typing's own kind of union is what a Literal makes one of
     if get_origin(setting.type) in (UnionType, Union):

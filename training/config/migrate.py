@@ -20,8 +20,8 @@ from .train_config import (
     make_parser,
     parse_words,
     read_yaml,
+    setting_of,
     unknown_template,
-    words_of,
     written_by_name,
 )
 
@@ -79,8 +79,12 @@ def migrate(file: Path) -> Migrated:
     content = {key: value for key, value in content.items() if not _is_empty(value)}
     for key, value in content.items():
         _take_key(migrated, parser, str(key), value)
-    for tool, name, value in parser.others.other_defaults(written_by_name(content), migrated.settings):
-        migrated.take(parse_words(parser, [f"--{name}={value}"]), f"by default in {tool}")
+    for tool, default in parser.others.other_defaults(written_by_name(content), migrated.settings):
+        name, value = default.setting, default.value
+        if value:
+            migrated.take({name: parser.value_of(name, [value])}, f"by default in {tool}")
+        else:
+            migrated.open.append(f"{name}: {default.words(tool)}")
     for key, values in parser.passed_over:
         for name in parser.others.contradicted(key.replace("-", "_"), migrated.settings):
             said = as_flag(name, migrated.settings[name])
@@ -127,7 +131,7 @@ def _here(parser: FlagParser, key: str, value: Any) -> dict[str, Any]:
     name = parser.names.get(plain)
     if name is not None:
         try:
-            return _checked(parse_words(parser, words_of(parser, key, value, {})))
+            return _checked(setting_of(parser, key, value, {}))
         except ExpertMeshError:
             words = parser.others.flags_for(name, as_words(value))
             if words is None or words == [flag_of(name), *as_words(value)]:

@@ -1,5 +1,5 @@
-"""The optimizers of `--optim`: all that is said of one beside the code that computes its updates, which is
-`training.optim`'s. Nothing here imports torch, as flags are read before it is loaded.
+"""The optimizers of `--optim`. Nothing here imports torch, as flags are read before it is loaded: the code that
+computes updates is named, and is `training.optim`'s.
 
 One of your own is one call of `training.optim.optimizer.register_optimizer`.
 """
@@ -56,6 +56,12 @@ class OptimizerEntry:
         state_bytes: bytes of state for each element of a trained parameter.
         takes_matrices: whether it computes with whole matrices, not element by element.
         dry_run: settings with which the one step of a dry run is as almost all steps of a run are.
+        build: makes it of a sharded model, the settings and a mesh, for the parameters that are trained and here
+            (`sharding.state.trainable_of`).
+        occasional: functions that its step calls only now and then, each by its name in its module, and every how many
+            steps, by the settings: in a dry run, which takes one step, they count as a part of themselves.
+
+    Both may be named in words (see `moe.util.registry`).
     """
 
     name: str
@@ -69,6 +75,8 @@ class OptimizerEntry:
     state_bytes: "Callable[[ParameterShape, TrainConfig], float]"
     takes_matrices: bool = False
     dry_run: Mapping[str, Any] = field(default_factory=dict)
+    build: "str | Callable[[Any, TrainConfig, Any], Any]"
+    occasional: "str | Callable[[TrainConfig], Mapping[Any, int]]" = "training.optim.optimizer:nothing_occasional"
 
 
 # Low-bit AdamW
@@ -144,6 +152,7 @@ ADAMW_FUSED = OptimizerEntry(
     },
     heeds=_OF_ADAMW,
     state_bytes=lambda parameter, config: 8,
+    build="training.optim.optimizer:adamw",
 )
 ADAMW_8BIT = OptimizerEntry(
     name="adamw_torch_8bit",
@@ -152,6 +161,7 @@ ADAMW_8BIT = OptimizerEntry(
     heeds=_OF_ADAMW,
     is_tried_where_nothing_fits=True,
     state_bytes=_state_bytes_8bit,
+    build="training.optim.optimizer:adamw_8bit",
 )
 ADAMW_BF16 = OptimizerEntry(
     name="adamw_bf16",
@@ -161,6 +171,7 @@ ADAMW_BF16 = OptimizerEntry(
     parameters_in_bf16=True,
     is_tried_where_nothing_fits=True,
     state_bytes=lambda parameter, config: 2 * parameter.element_size,
+    build="training.optim.optimizer:adamw_bf16",
 )
 MUON = OptimizerEntry(
     name="muon",
@@ -169,6 +180,7 @@ MUON = OptimizerEntry(
     heeds=_OF_ADAMW,
     state_bytes=lambda parameter, config: 4 if parameter.matrix_rows else 8,
     takes_matrices=True,
+    build="training.optim.optimizer:muon",
 )
 SHAMPOO = OptimizerEntry(
     name="shampoo",
@@ -178,6 +190,8 @@ SHAMPOO = OptimizerEntry(
     state_bytes=_shampoo_state_bytes,
     takes_matrices=True,
     dry_run={"shampoo_start": 1},  # with the preconditioners that it begins to have there
+    build="training.optim.optimizer:shampoo",
+    occasional="training.optim.optimizer:shampoo_occasional",
 )
 
 OUR_OPTIMIZERS = (ADAMW_FUSED, ADAMW_8BIT, ADAMW_BF16, MUON, SHAMPOO)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
-from ...moe.util.parser import Switch, truth_of
+from ...moe.util.parser import Switch, flag_of, truth_of
 
 Others = Mapping[str, str] | Callable[[], Mapping[str, str]]
 """What stands beside settings (see `OtherTools`); a function where it depends on what is registered."""
@@ -164,40 +164,94 @@ WITHOUT_EQUIVALENT: tuple[tuple[str, str, str], ...] = (
 
 _SWITCHED = {"1": "true", "0": "false", "true": "true", "false": "false"}
 """Values of a key that is switched on or off."""
-_LORA_BY_DEFAULT = {"adapter": "lora", "lora_rank": "8", "lora_targets": "all-linear"}
-_THREE_EPOCHS = {"num_train_epochs max_steps": "3"}
-OTHER_DEFAULTS: tuple[tuple[str, str, Mapping[str, str], Mapping[str, str]], ...] = (
-    # a tool, keys that no other one has, and what settings are there, of adapters and of any run, if a file leaves them
-    # out, and those behind them
-    (
-        "LLaMA-Factory",
+
+
+class Default(NamedTuple):
+    """What a setting is in another tool whose file leaves it out, where that is something else than here.
+
+    Attributes:
+        setting: by its name here. value: of its flag; "2 lora_rank" for twice that setting; empty: the model's own.
+        beside: settings and keys that say it in its place.
+        adapts: in runs of adapters alone, or in all others; None: in any.
+    """
+
+    setting: str
+    value: str
+    beside: str = ""
+    adapts: bool | None = None
+
+    def words(self, tool: str) -> str:
+        """What to do where a file of the tool leaves it out."""
+        has = self.value or "the model's own"
+        return f"{tool} has {has} by default; give {' '.join(filter(None, (flag_of(self.setting), self.value)))}"
+
+
+class OtherDefaults(NamedTuple):
+    """A tool's. keys: that no other one has."""
+
+    keys: str
+    defaults: Sequence[Default]
+
+
+OTHER_DEFAULTS: dict[str, OtherDefaults] = {
+    "LLaMA-Factory": OtherDefaults(
         "stage finetuning_type cutoff_len dataset_dir overwrite_cache val_size neat_packing",
-        # hparams/finetuning_args.py
-        _LORA_BY_DEFAULT | {"lora_alpha": "2 lora_rank"},
-        # hparams/data_args.py, and transformers' TrainingArguments
-        _THREE_EPOCHS | {"max_seq_length": "2048"},
+        (
+            # transformers' TrainingArguments
+            Default("num_train_epochs", "3", beside="max_steps"),
+            # hparams/data_args.py
+            Default("max_seq_length", "2048"),
+            # model/patcher.py
+            Default("bf16", "", beside="fp16"),
+            # hparams/finetuning_args.py
+            Default("adapter", "lora"),
+            Default("lora_rank", "8", adapts=True),
+            Default("lora_targets", "all-linear", adapts=True),
+            Default("lora_alpha", "2 lora_rank", adapts=True),
+        ),
     ),
-    (
-        "ms-swift",
+    "ms-swift": OtherDefaults(
         "tuner_type train_type split_dataset_ratio freeze_vit freeze_aligner rlhf_type",
-        # arguments/tuner_args.py, arguments/sft_args.py
-        _LORA_BY_DEFAULT | {"lora_dropout": "0.05", "learning_rate": "0.0001"},
-        # arguments/sft_args.py, trainers/arguments.py, arguments/base_args/template_args.py
-        _THREE_EPOCHS
-        | {"learning_rate": "1e-05", "lr_scheduler_type": "cosine", "weight_decay": "0.1", "adam_beta2": "0.95"}
-        | {"global_batch_size gradient_accumulation_steps": "16", "truncation": "drop"},
+        (
+            # trainers/arguments.py
+            Default("num_train_epochs", "3", beside="max_steps"),
+            Default("lr_scheduler_type", "cosine"),
+            Default("weight_decay", "0.1"),
+            Default("adam_beta2", "0.95"),
+            Default("router_aux_loss_coef", "0.0"),
+            Default("per_device_train_batch_size", "1"),
+            Default("global_batch_size", "16", beside="gradient_accumulation_steps"),
+            # arguments/base_args/template_args.py, arguments/base_args/model_args.py
+            Default("truncation", "drop"),
+            Default("max_seq_length", ""),
+            Default("bf16", "", beside="fp16"),
+            # arguments/sft_args.py
+            Default("learning_rate", "0.0001", adapts=True),
+            Default("learning_rate", "1e-05", adapts=False),
+            # arguments/tuner_args.py
+            Default("adapter", "lora"),
+            Default("lora_rank", "8", adapts=True),
+            Default("lora_targets", "all-linear", adapts=True),
+            Default("lora_dropout", "0.05", adapts=True),
+        ),
     ),
-    (
-        "axolotl",
+    "axolotl": OtherDefaults(
         "base_model sequence_len num_epochs sample_packing val_set_size lora_target_linear excess_length_strategy",
-        {},
-        # utils/schemas/training.py and config.py, core/builders/base.py
-        {"lr_scheduler_type": "cosine", "warmup_ratio warmup_steps": "0.03", "per_device_train_batch_size": "1"}
-        | {"max_seq_length": "512", "truncation pretraining_dataset": "drop"},
+        (
+            # utils/schemas/training.py
+            Default("lr_scheduler_type", "cosine"),
+            Default("per_device_train_batch_size", "1"),
+            # core/builders/base.py
+            Default("warmup_ratio", "0.03", beside="warmup_steps"),
+            # utils/schemas/config.py
+            Default("max_seq_length", "512"),
+            Default("truncation", "drop", beside="pretraining_dataset"),
+            Default("bf16", "true", beside="fp16 float16"),
+        ),
     ),
-)
-"""Where these are other than here, of the settings that decide what is trained: as LLaMA-Factory 0.9.5, ms-swift 4.6.0
-and axolotl 0.19.0 have them, in which a LoRA has no rank, alpha or targets by default."""
+}
+"""Of the settings that decide what is trained: as LLaMA-Factory 0.9.5, ms-swift 4.6.0 and axolotl 0.19.0 have them, in
+which a LoRA has no rank, alpha or targets by default."""
 
 
 def advice_for(name: str) -> str:
@@ -274,29 +328,30 @@ class OtherTools:
         last = [[word for word in flags.split() if word.startswith("--")][-1] for flags in asked]
         return [flag[2:].replace("-", "_") for flag in last]
 
-    def other_defaults(self, written: Mapping[str, str], given: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-        """What a file of another tool's leaves out and is something else by default there: the tool, the setting here,
-        and its value there.
+    def other_defaults(self, written: Mapping[str, str], given: Mapping[str, Any]) -> list[tuple[str, Default]]:
+        """What a file of another tool's leaves out and is something else by default there, with the tool.
 
         Args:
             written: its keys and values.
             given: the settings that the file and flags give.
         """
         named = {self.same[name].dest if name in self.same else name: value for name, value in written.items()}
+        adapts = str(given.get("adapter", named.get("adapter", "lora"))) in ("lora", "qlora")
         said = []
-        for tool, keys, of_adapter, always in OTHER_DEFAULTS:
-            if not written.keys() & set(keys.split()):
+        for tool, (keys, defaults) in OTHER_DEFAULTS.items():
+            if written.keys().isdisjoint(keys.split()):
                 continue
-            adapts = str(given.get("adapter", named.get("adapter", "lora"))) in ("lora", "qlora")
-            for names, value in ({**always, **of_adapter} if adapts else always).items():
-                name, *others = names.split()
-                number, _, factor = value.partition(" ")
-                if factor:
-                    value = f"{float(number) * float(given.get(factor, of_adapter[factor])):g}"
-                action = self.settings[name]
-                is_other = str(action.default).removesuffix(".0") != value
-                if is_other and {name, *others}.isdisjoint({*named, *given}):
-                    said.append((tool, name, value))
+            values: dict[str, Any] = {}
+            for default in defaults:
+                if default.adapts not in (None, adapts):
+                    continue
+                number, _, factor = default.value.partition(" ")
+                value = f"{float(number) * float({**values, **given}[factor]):g}" if factor else default.value
+                values[default.setting] = value
+                here = str(self.settings[default.setting].default).removesuffix(".0").lower()
+                is_left_out = {default.setting, *default.beside.split()}.isdisjoint({*named, *given})
+                if is_left_out and value != here:
+                    said.append((tool, default._replace(value=value)))
         return said
 
     def answer_to_value(self, name: str, value: str) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import date
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
-from ...moe.dispatch.dispatcher_entries import DISPATCHER_ENTRIES, dispatchers_of, help_of_dispatch
+from ...moe.dispatch.dispatcher_entries import DISPATCHERS, dispatchers_of, help_of_dispatch
 from ...moe.hf_model.rope import RopeScaling, read_rope_scaling
 from ...moe.kernels.kernel_entries import BESIDE_FP8, Precision, check_kernel_name, help_of_kernels, is_beside_fp8
 from ...moe.util.errors import ExpertMeshError
@@ -53,8 +53,10 @@ def _flag(default: Any, help: str | Callable[[], str], *needs: "Needs", **metada
 
     Args:
         needs: without which it has no effect, beside what its part of a run needs.
-        metadata: `excludes` and `requires`, an `Excludes` or `Requires`, or a list of them; `of`, a `Part`; `is_firm`,
-            of what says which kind of run it is: in a file, it does not give way to a flag that it excludes;
+        metadata: `excludes` and `requires`, a `Condition` or a list of them: with what it does not go together, given
+            with another value than its default, and without what it is refused; `of_task`, of what a task has to read
+            (`TaskEntry.reads`), what is said where it does not; `of`, a `Part`; `is_firm`, of what says which kind of
+            run it is: in a file, it does not give way to a flag that it excludes;
             `is_said_at_default`, of a flag that asks for something with its default, too; `device`, the only type on
             which it has an effect; `in_plans`, whether a forecast depends on it, where its part says otherwise; `also`,
             further types of a keyword argument; `moves`, see `Moves`; `is_later`, of a setting that came after files
@@ -88,11 +90,13 @@ def _optimizer(text: str) -> str:
     return next((entry.name for entry in OPTIMIZERS.entries() if text.lower() in entry.aliases), text)
 
 
-Excludes = tuple[str | Callable[[Any], Any], str]
-"""With what a setting does not go together, given with another value than its default: names of settings, likewise
-given, or whether a configuration has it; and why, and what to do instead, with {names} of settings for their values."""
-Requires = tuple[Callable[[Any], Any], str]
-"""Likewise, whether a configuration has what a setting is refused without."""
+Condition = tuple[str | Callable[..., Any], str]
+"""Settings that have other values than their defaults, by their names, between spaces: each of them excludes, any is
+what is required; or whether settings have some values, a function whose parameters have their names. And what is said,
+and what to do instead, with {names} of settings for their values, {given} for the flag that the condition is of."""
+
+_READ_BY_TASK = "{given}: --task {task} does not read it; leave it out"
+_READ_OF_RECORDS = "{given}: is not for {records}, which --task {task} reads; leave it out"
 
 
 class Needs(NamedTuple):
@@ -199,13 +203,13 @@ def _heeded_by_task(name: str) -> Needs:
     return Needs(f"--task {' or '.join(heeding)}", lambda config: name in config.task_entry.heeds)
 
 
-def _of_tasks(loss: str) -> Excludes:
+def _of_tasks(loss: str) -> Condition:
     """A value of --preference-loss that some tasks know."""
     knowing = [entry.name for entry in TASKS.entries() if loss in entry.losses]
 
-    def is_of_others(config: Any) -> bool:
-        losses = config.task_entry.losses  # none: it reads no --preference-loss
-        return config.preference_loss == loss and bool(losses) and loss not in losses
+    def is_of_others(preference_loss: str, task: str) -> bool:
+        losses = TASKS.get(task).losses  # none: it reads no --preference-loss
+        return preference_loss == loss and bool(losses) and loss not in losses
 
     return (
         is_of_others,
@@ -215,7 +219,7 @@ def _of_tasks(loss: str) -> Excludes:
 
 def _dispatchers_that(can: str, conjunction: str, *before: str) -> str:
     """In words, the names of those whose entries say so of this."""
-    *names, last = [*before, *(entry.name for entry in DISPATCHER_ENTRIES.entries() if getattr(entry, can))]
+    *names, last = [*before, *(entry.name for entry in DISPATCHERS.entries() if getattr(entry, can))]
     return f"{', '.join(names)} {conjunction} {last}"
 
 
@@ -224,46 +228,29 @@ def _may_dispatch(config: Any, can: str) -> bool:
     return any(getattr(entry, can) for entry in dispatchers_of(config.dispatch))
 
 
-def _of_a_stream(name: str, why: str, value: str = "") -> Excludes:
+def _of_a_stream(name: str, why: str, value: str = "") -> Condition:
     return name, f"{flag_of(name)}{value}: does not work with --streaming: {why}; leave it out"
 
 
-def _of_next_tokens(name: str, value: str = "") -> list[Excludes]:
-    """Of what needs the log-probability of each target token, and counts them by itself."""
-    said = f"{flag_of(name)}{value}"
-    return [
-        _of_task(name, said),
-        ("teacher", f"{said}: does not work with --teacher; leave out one of them"),
-        ("train_mtp", f"{said}: does not work with --train-mtp; leave out one of them"),
-    ]
+_OF_NEXT_TOKENS: dict[str, Any] = {
+    "of_task": _READ_BY_TASK,
+    "excludes": [
+        ("teacher", "{given}: does not work with --teacher; leave out one of them"),
+        ("train_mtp", "{given}: does not work with --train-mtp; leave out one of them"),
+    ],
+}
+"""Of what needs the log-probability of each target token, and counts them by itself."""
 
 
-def _evaluations_for(flag: str) -> Requires:
-    return lambda config: config.evaluates, f"{flag}: needs evaluation data; give --eval-dataset or --eval-ratio"
+def _evaluations_for(flag: str) -> Condition:
+    return "eval_dataset eval_ratio", f"{flag}: needs evaluation data; give --eval-dataset or --eval-ratio"
 
 
-def _of_task(name: str, said: str) -> Excludes:
-    """Of a setting that only some tasks read.
-
-    Args:
-        said: the flag, with its value where it takes one.
-    """
-    return lambda config: not config.task_entry.reads(name), f"{said}: --task {{task}} does not read it; leave it out"
-
-
-def _of_records(name: str, said: str) -> Excludes:
-    """Of a setting that says how records are read, which only some kinds of them follow."""
-    return (
-        lambda config: not config.task_entry.reads(name),
-        f"{said}: is not for {{records}}, which --task {{task}} reads; leave it out",
-    )
-
-
-def _beside_mtp(name: str, why: str, value: str = "") -> Excludes:
+def _beside_mtp(name: str, why: str, value: str = "") -> Condition:
     return name, f"--train-mtp: does not work with {flag_of(name)}{value}: {why}; leave out one of them"
 
 
-def _beside_images(name: str, why: str, value: str = "") -> Excludes:
+def _beside_images(name: str, why: str, value: str = "") -> Condition:
     return name, f"--images: does not work with {flag_of(name)}{value}: {why}; leave out one of them"
 
 
@@ -324,8 +311,8 @@ class ModelSettings:
     images: bool = _flag(
         False,
         "Train on the images in the data, too: load the vision tower with the model",
+        of_task=_READ_OF_RECORDS,
         excludes=[
-            _of_records("images", "--images"),
             _beside_images("teacher", "it predicts text alone"),
             _beside_images("prompt_template", "it has no place for images; a chat template has"),
             _beside_images("train_mtp", "drafts know no positions of images"),
@@ -334,7 +321,7 @@ class ModelSettings:
             _beside_images("compile", "image features are added between the layers that it compiles"),
         ],
         requires=(
-            lambda config: not config.generate_steps or config.generate_prompts,
+            lambda generate_steps, generate_prompts: not generate_steps or generate_prompts,
             "--images: samples are generated from texts alone; give --generate-prompts, or leave out --generate-steps",
         ),
         is_later=True,
@@ -401,44 +388,30 @@ class DataSettings:
         "",
         "Column with the conversation (default: found by its name)",
         metavar="NAME",
-        excludes=[
-            (
-                "prompt_column response_column text_column",
-                "--messages-column: leave out prompt, response and text columns",
-            ),
-            _of_records("messages_column", "--messages-column {messages_column}"),
-        ],
+        of_task=_READ_OF_RECORDS,
+        excludes=(
+            "prompt_column response_column text_column",
+            "--messages-column: leave out prompt, response and text columns",
+        ),
     )
-    prompt_column: str = _flag(
-        "",
-        "Column with the prompt",
-        metavar="NAME",
-        excludes=_of_records("prompt_column", "--prompt-column {prompt_column}"),
-    )
-    response_column: str = _flag(
-        "",
-        "Column with the response",
-        metavar="NAME",
-        excludes=_of_records("response_column", "--response-column {response_column}"),
-    )
+    prompt_column: str = _flag("", "Column with the prompt", metavar="NAME", of_task=_READ_OF_RECORDS)
+    response_column: str = _flag("", "Column with the response", metavar="NAME", of_task=_READ_OF_RECORDS)
     system_column: str = _flag("", "Column with the system prompt", metavar="NAME")
     text_column: str = _flag(
         "",
         "Column with plain text, trained on in full",
         metavar="NAME",
-        excludes=[
-            (
-                "prompt_column response_column system_column",
-                "--text-column: leave out prompt, response and system columns",
-            ),
-            _of_records("text_column", "--text-column {text_column}"),
-        ],
+        of_task=_READ_OF_RECORDS,
+        excludes=(
+            "prompt_column response_column system_column",
+            "--text-column: leave out prompt, response and system columns",
+        ),
     )
     weight_column: str = _flag(
         "",
         "Column with the weight of a record's loss, 0 or more",
         metavar="NAME",
-        excludes=_of_task("weight_column", "--weight-column {weight_column}"),
+        of_task=_READ_BY_TASK,
     )
     sample_by: SampleBy = _flag("line", "Record of a .txt file; paragraphs end at blank lines")
     chat_template: str = _flag(
@@ -456,29 +429,27 @@ class DataSettings:
     prompt_template: str = _flag(
         "",
         "Instead of a chat template: the text before the response, containing {prompt}",
+        of_task=_READ_OF_RECORDS.replace("{given}", "--prompt-template"),
         excludes=[
             ("chat_template", "--prompt-template and --chat-template: give one of them"),
             ("template_date", "--template-date: --prompt-template writes no date; leave out one of them"),
-            _of_records("prompt_template", "--prompt-template"),
         ],
     )
     train_on: TrainOn = _flag(
         "assistant",
         "Trained tokens: all; every assistant turn; last turn; final (without reasoning)",
-        excludes=_of_records("train_on", "--train-on {train_on}"),
+        of_task=_READ_OF_RECORDS,
     )
     split_turns: bool = _flag(
         False,
         "Make a sample of each trained answer, which ends with it: keeps reasoning that templates leave out of "
         "earlier turns",
         requires=(
-            lambda config: config.train_on in ("assistant", "final"),
+            lambda train_on: train_on in ("assistant", "final"),
             "--split-turns: samples have one answer; give --train-on assistant or final, not {train_on}",
         ),
-        excludes=[
-            ("prompt_template", "--split-turns: --prompt-template takes single answers; leave out one of them"),
-            _of_records("split_turns", "--split-turns"),
-        ],
+        of_task=_READ_OF_RECORDS,
+        excludes=("prompt_template", "--split-turns: --prompt-template takes single answers; leave out one of them"),
     )
     max_seq_length: int = _flag(
         1024,
@@ -493,19 +464,21 @@ class DataSettings:
         "error",
         excludes=[
             (
-                lambda config: config.truncation == "split" and config.split_turns,
+                lambda truncation, split_turns: truncation == "split" and split_turns,
                 "--truncation split: is for plain text, and --split-turns for conversations; leave out one of them",
             ),
             (
-                lambda config: config.truncation == "split" and not config.task_entry.records.in_pieces,
+                lambda truncation, task: truncation == "split" and not TASKS.get(task).records.in_pieces,
                 "--truncation split: is for plain text, which --task {task} does not train on; give another",
             ),
             (
-                lambda config: config.truncation == "left" and config.images,
+                lambda truncation, images: truncation == "left" and images,
                 "--truncation left: does not work with --images; give right, drop or error",
             ),
             (
-                lambda config: config.truncation == "left" and config.estimates_divergence,
+                lambda truncation, task, preference_loss: (
+                    truncation == "left" and preference_loss in TASKS.get(task).with_divergence
+                ),
                 "--truncation left: does not work with --task {task}, which joins a prompt and another answer; give "
                 "right, drop or error",
             ),
@@ -538,19 +511,16 @@ class DataSettings:
         is_firm=True,
         requires=[
             (
-                lambda config: config.max_steps >= 0,
+                lambda max_steps: max_steps >= 0,
                 "--streaming: the number of steps of an epoch is not known; give --max-steps",
             ),
             (
-                lambda config: not config.evaluates or config.eval_steps,
+                lambda eval_dataset, eval_ratio, eval_steps: not (eval_dataset or eval_ratio) or eval_steps,
                 "--streaming: evaluations follow no epochs; give --eval-steps",
             ),
         ],
+        of_task="{given}: --task {task} needs a fixed set of data; leave it out",
         excludes=[
-            (
-                lambda config: not config.task_entry.reads("streaming"),
-                "--streaming: --task {task} needs a fixed set of data; leave it out",
-            ),
             _of_a_stream("teacher", "what it predicts is computed once, of a fixed set"),
             _of_a_stream("eval_ratio", "nothing can be held out of a stream; give --eval-dataset"),
             _of_a_stream("group_by_length", "lengths are not known; give --packing"),
@@ -669,7 +639,7 @@ class DistillationSettings:
         scope="input",
         metavar="DIR",
         is_firm=True,
-        excludes=_of_task("teacher", "--teacher"),
+        of_task=_READ_BY_TASK,
         of=ENGINE,
         moves=Moves.OBJECTIVE | Moves.TEACHER,
     )
@@ -706,7 +676,7 @@ class ParallelSettings:
         "dispatch": "moe_token_dispatcher_type",
         **{
             f"--dispatch {entry.name}": " ".join(f"dispatch={value}" for value in entry.elsewhere)
-            for entry in DISPATCHER_ENTRIES.entries()
+            for entry in DISPATCHERS.entries()
         },
     }
 
@@ -739,13 +709,13 @@ class ParallelSettings:
         _PP,
         excludes=[
             (
-                lambda config: config.pipeline_schedule == "1f1b" and (config.pipeline_chunks or 1) > 1,
+                lambda pipeline_schedule, pipeline_chunks: pipeline_schedule == "1f1b" and (pipeline_chunks or 1) > 1,
                 "--pipeline-schedule 1f1b takes one stage per rank, not --pipeline-chunks {pipeline_chunks}; use "
                 "interleaved",
             ),
             (
-                lambda config: (
-                    config.pipeline_schedule == "interleaved" and config.pipeline_chunks == 1 and config.pp_size > 1
+                lambda pipeline_schedule, pipeline_chunks, pp_size: (
+                    pipeline_schedule == "interleaved" and pipeline_chunks == 1 and pp_size > 1
                 ),
                 "--pipeline-schedule interleaved needs several stages per rank; give --pipeline-chunks 2",
             ),
@@ -762,7 +732,7 @@ class ParallelSettings:
         "Decoder layers of each stage, as in 10,12,12,11 (default: balanced by FLOPs)",
         metavar="N,N...",
         requires=(
-            lambda config: config.pp_size > 1,
+            "pp_size",
             "--pipeline-layers {pipeline_layers}: --pp-size 1 has no pipeline; give --pp-size, or leave "
             "--pipeline-layers out",
         ),
@@ -773,7 +743,7 @@ class ParallelSettings:
     overlap_chunks: int = _flag(
         1, "Chunks overlapping all-to-all with expert GEMMs, at most the local experts; 1: off", _EP, least=1
     )
-    dispatch: str = _flag("auto", help_of_dispatch, _EP, choices=DISPATCHER_ENTRIES.choices)
+    dispatch: str = _flag("auto", help_of_dispatch, _EP, choices=DISPATCHERS.choices)
     dispatch_sums: DispatchSums = _flag(
         "same",
         lambda: (
@@ -847,7 +817,7 @@ class MemorySettings:
         _SELECTIVE,
         least=0,
         requires=(
-            lambda config: config.gradient_checkpointing != "full",
+            lambda gradient_checkpointing: gradient_checkpointing != "full",
             "--keep-expert-products {keep_expert_products}: --gradient-checkpointing full stores no outputs; give "
             "--gradient-checkpointing selective",
         ),
@@ -857,7 +827,7 @@ class MemorySettings:
         "Offload layer inputs to host memory until backward; needs --gradient-checkpointing",
         device="cuda",
         requires=(
-            lambda config: config.gradient_checkpointing != "none",
+            "gradient_checkpointing",
             "--offload-activations: needs checkpointing, or a layer stores far more than its input; add "
             "--gradient-checkpointing full or selective",
         ),
@@ -870,7 +840,7 @@ class MemorySettings:
         "Keep frozen experts in host memory; copy each layer's to the GPU ahead of its use",
         device="cuda",
         requires=(
-            lambda config: config.adapter != "none" or config.freeze,
+            "adapter freeze",
             "--offload-experts: keeps frozen experts in host memory, and this run trains them; give --adapter lora "
             "or --freeze experts, or --offload for what is trained, too",
         ),
@@ -925,11 +895,11 @@ class PrecisionSettings:
     expert_precision: Precision = _flag(
         "same",
         "Expert GEMMs: in the run's dtype, or in fp8 (H100, H200; emulated on CPUs)",
-        requires=(lambda config: config.bf16, "--expert-precision fp8 needs bf16 for everything else; add --bf16"),
+        requires=("bf16", "--expert-precision fp8 needs bf16 for everything else; add --bf16"),
         excludes=[
-            (lambda config: not is_beside_fp8(config.expert_kernel), BESIDE_FP8),
+            (lambda expert_kernel: not is_beside_fp8(expert_kernel), BESIDE_FP8),
             (
-                lambda config: config.quantized_base,
+                lambda base_dtype: base_dtype in get_args(QuantizedBase),
                 "--expert-precision fp8 would round weights twice, after --base-dtype {base_dtype}; leave out one of "
                 "them",
             ),
@@ -941,11 +911,11 @@ class PrecisionSettings:
         "same",
         "GEMMs of attention projections, dense MLPs and shared experts: in the run's dtype, or in fp8 (compute "
         "capability 9 and above; emulated on CPUs)",
-        requires=(lambda config: config.bf16, "--dense-precision fp8 needs bf16 for everything else; add --bf16"),
+        requires=("bf16", "--dense-precision fp8 needs bf16 for everything else; add --bf16"),
         excludes=[
             ("compile", "--dense-precision fp8: does not work with --compile; leave out one of them"),
             (
-                lambda config: config.quantizes_linear,
+                lambda base_dtype: base_dtype in get_args(QuantizedBase) and base_dtype != "mxfp4",
                 "--dense-precision fp8 would round weights twice, after --base-dtype {base_dtype}; leave out one of "
                 "them",
             ),
@@ -1021,14 +991,14 @@ class ScheduleSettings:
     loss_average: LossAverage = _flag(
         "token",
         "What the loss is a mean of: target tokens, or samples' own means",
-        excludes=_of_next_tokens("loss_average", " {loss_average}"),
+        **_OF_NEXT_TOKENS,
         of=_LOOP,
         moves=Moves.OBJECTIVE,
     )
     loss_by_dataset: bool = _flag(
         False,
         "Also log the loss of each data set",
-        excludes=_of_next_tokens("loss_by_dataset"),
+        **_OF_NEXT_TOKENS,
         of=_LOOP,
         moves=Moves.SPEED,
     )
@@ -1108,7 +1078,7 @@ class OptimizerSettings:
         type=_optimizer,
         choices=OPTIMIZERS.names,
         excludes=(
-            lambda config: config.adapter != "none" and config.optimizer_entry.takes_matrices,
+            lambda adapter, optim: adapter != "none" and OPTIMIZERS.get(optim).takes_matrices,
             "--optim {optim}: works on weight matrices, not on LoRA factors; choose another one for --adapter lora",
         ),
         of=ENGINE,
@@ -1239,9 +1209,9 @@ class MTPSettings:
         metavar="WEIGHT",
         least=0,
         is_firm=True,
+        of_task=_READ_BY_TASK,
         excludes=[
             _beside_mtp("adapter", "PEFT has no module for an adapter of the layer", " lora"),
-            _of_task("train_mtp", "--train-mtp"),
             _beside_mtp("teacher", "a student's loss is of its own kind"),
             _beside_mtp("compile", "the layer is not among what is compiled"),
         ],
@@ -1314,7 +1284,7 @@ class AdapterSettings:
         "Train the rows of new tokens (--add-tokens, --resize-vocab), with the adapters",
         _LORA,
         requires=(
-            lambda config: config.add_tokens or config.resize_vocab,
+            "add_tokens resize_vocab",
             "--train-new-tokens: there are none; give --add-tokens or --resize-vocab",
         ),
     )
@@ -1324,7 +1294,7 @@ class AdapterSettings:
         "with --bf16, else fp32",
         _LORA,
         requires=(
-            lambda config: config.adapter != "none" or config.base_dtype == "float32",
+            lambda adapter, base_dtype: adapter != "none" or base_dtype == "float32",
             "--base-dtype {base_dtype}: needs frozen weights; give --adapter lora",
         ),
         moves=Moves.MODEL | Moves.STATE,
@@ -1334,7 +1304,7 @@ class AdapterSettings:
         "Start from an adapter of PEFT or of an earlier run, with its rank, alpha and targets",
         scope="input",
         metavar="DIR",
-        requires=(lambda config: config.adapter != "none", "--init-adapter needs --adapter lora"),
+        requires=("adapter", "--init-adapter needs --adapter lora"),
         moves=Moves.MODEL,
         in_plans=False,
     )
@@ -1361,7 +1331,7 @@ class AdapterSettings:
         of=_FILES,
         moves=Moves.EXPORT,
         excludes=(
-            lambda config: config.export_encoding == "source",
+            "export_encoding",
             "--merge-dtype: --export-encoding source quantizes as --model is quantized; leave out one of the two",
         ),
     )
@@ -1375,7 +1345,7 @@ class AdapterSettings:
         "What is trained of the parts that --images pass: tower, projector; separated by commas or spaces (default: "
         "nothing)",
         metavar="PART",
-        requires=(lambda config: config.images, "--train-vision: there is no vision tower without --images; add it"),
+        requires=("images", "--train-vision: there is no vision tower without --images; add it"),
         excludes=("adapter", "--adapter lora freezes everything but the adapters; leave out --train-vision"),
     )
 
@@ -1468,7 +1438,7 @@ class EvaluationSettings:
         requires=[
             _evaluations_for("--load-best-model-at-end"),
             (
-                lambda config: config.save_steps > 0,
+                lambda save_steps: save_steps > 0,
                 "--load-best-model-at-end: needs checkpoints, which --save-steps 0 does not save",
             ),
         ],
@@ -1538,7 +1508,7 @@ class CheckpointSettings:
     elastic: bool = _flag(
         False,
         "Resume on any number of ranks: take the largest --ep-size that they allow, and keep the global batch size",
-        requires=(lambda config: config.resume, "--elastic needs --resume; give --resume auto"),
+        requires=("resume", "--elastic needs --resume; give --resume auto"),
     )
     export: bool = _flag(True, "Write the model to OUTPUT_DIR/hf at the end", of=_OUTPUT)
     max_shard_size: str = _flag(

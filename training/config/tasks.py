@@ -1,7 +1,8 @@
-"""The tasks of `--task`: what is said of each beside the code of `training.tasks`. Nothing here imports torch, as flags
-are read before it is loaded."""
+"""The tasks of `--task`. Nothing here imports torch, as flags are read before it is loaded: the code is named, and is
+`training.tasks`'."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from ...moe.util.registry import Registry
 from ..data.labels import LABELLED_ANSWERS
@@ -17,11 +18,10 @@ class TaskEntry:
         name, help: of the flag.
         records: what a record of its data is.
         has_reference: whether its loss compares with the model as it began.
-        heeds: of the settings that not every task reads, those that it does: the settings of preferences,
-            `weight_column`, `loss_average`, `loss_by_dataset`, `streaming`, `teacher` and `train_mtp`. What of the
-            settings of data it reads is said by `records`.
+        heeds: of the settings that not every task reads, those that it does, but for those that `records` says.
         losses: the values of --preference-loss that it knows; with_divergence: those of them that need an estimate of
             the divergence from the reference.
+        task: its class, one made of `training.tasks.task.Task` (see `moe.util.registry`).
     """
 
     name: str
@@ -31,6 +31,7 @@ class TaskEntry:
     heeds: tuple[str, ...]
     losses: tuple[str, ...]
     with_divergence: tuple[str, ...]
+    task: str | type[Any]
 
     def reads(self, name: str) -> bool:
         """Whether it, or what reads its records, follows a setting that not every task does."""
@@ -45,6 +46,7 @@ SFT = TaskEntry(
     heeds=("weight_column", "loss_average", "loss_by_dataset", "streaming", "teacher", "train_mtp"),
     losses=(),
     with_divergence=(),
+    task="training.tasks.sft:NextTokens",
 )
 DPO = TaskEntry(
     name="dpo",
@@ -54,6 +56,7 @@ DPO = TaskEntry(
     heeds=("preference_loss", "preference_beta", "preference_sft_weight"),
     losses=("sigmoid", "ipo"),
     with_divergence=(),
+    task="training.tasks.dpo:PreferencePairs",
 )
 KTO = TaskEntry(
     name="kto",
@@ -63,6 +66,7 @@ KTO = TaskEntry(
     heeds=("preference_loss", "preference_beta", "desirable_weight", "undesirable_weight"),
     losses=("sigmoid", "apo_zero_unpaired"),
     with_divergence=("sigmoid",),
+    task="training.tasks.kto:LabelledAnswers",
 )
 TASKS = Registry("--task", ours=(SFT, DPO, KTO))
 

@@ -11,17 +11,20 @@ from contextlib import suppress
 from dataclasses import Field, asdict, dataclass, fields, replace
 from datetime import date
 from functools import cached_property
+from inspect import signature
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, get_args
+from types import SimpleNamespace
+from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin
 
 import yaml
 
 from ...moe.util.atomic_write import whole
+from ...moe.util.entry_checks import fits, in_words
 from ...moe.util.errors import ExpertMeshError, SeveralMistakes, problems_of
 from ...moe.util.parser import flag_of, unknown_name
 from ...sharding.parallelize.choices import Strategy
 from ...sharding.topology import Topology
-from .flags import LIMITS, FlagParser, default_of, of_class
+from .flags import LIMITS, FlagParser, default_of, of_class, value_type
 from .moves import Moves
 from .settings import (
     ENGINE,
@@ -67,10 +70,18 @@ class TrainConfig(
     DataSettings,
     ModelSettings,
 ):
-    """Every setting of a run. Each is a flag (`--ep-size`, also `--ep_size`) and a key of the YAML file.
+    """Every setting of a run. Each is a flag (`--ep-size`, also `--ep_size`), a key of the YAML file, and an argument
+    here; `train_ep.py --help` says what it does.
 
-    `--help` prints them by groups, in the order that fields of a dataclass have: that of the last base first.
+    Example:
+        settings = expertmesh.TrainConfig(model="DIR", ep_size=1, learning_rate=1e-5)
+        engine = expertmesh.load(settings)
+
+    Raises:
+        ExpertMeshError: a value is none that a setting may have, or settings do not go together.
     """
+
+    # --help prints fields by groups, in the order that those of a dataclass have: that of the last base first
 
     overridden: ClassVar[Sequence[str]] = ()
     """What flags have taken the place of in the YAML file, in words, to be told."""
@@ -78,6 +89,8 @@ class TrainConfig(
     """Settings that were given as flags, at their defaults as well."""
 
     def __post_init__(self) -> None:
+        if mistyped := [*self._mistyped()]:
+            raise SeveralMistakes(mistyped)
         malformed = list(self._malformed())
         problems = [*self.out_of_range(), *malformed]
         if not malformed:
@@ -89,10 +102,14 @@ class TrainConfig(
 
     def broken_rules(self) -> list[str]:
         """What does not go together, in words."""
-        broken = [rule.said for rule in RULES if rule.is_broken(self)]
-        records = self.task_entry.records if broken else None
-        named = vars(self) | {"records": records and (records.in_words or records.name)}
-        return [said.format_map(named) for said in broken]
+        return [rule.words(self) for rule in RULES if rule.is_broken(self)]
+
+    def _mistyped(self) -> Iterator[str]:
+        """What is of another type than its setting, in words: flags are read as theirs, arguments are not."""
+        for name, hint in _HINTS.items():
+            value = getattr(self, name)
+            if value is not SETTINGS[name].default and not fits(value, hint):
+                yield f"{flag_of(name)}: is {value!r:.80}, not {in_words(hint)}"
 
     def _malformed(self) -> Iterator[str]:
         """What is wrong with single values, in words; those that are lists of names are put in order."""
@@ -254,6 +271,16 @@ class TrainConfig(
 
 
 SETTINGS = {setting.name: setting for setting in fields(TrainConfig)}
+
+
+def _hint(setting: Field[Any]) -> Any:
+    """The type of a field's values; of a choice any text, as a run of another release may have recorded others."""
+    kind = value_type(setting)
+    kind = str if get_origin(kind) is Literal else kind
+    return kind | None if setting.default is None else kind
+
+
+_HINTS = {name: _hint(setting) for name, setting in SETTINGS.items()}
 _LIMITED = {
     name: {limit: setting.metadata[limit] for limit in LIMITS if limit in setting.metadata}
     for name, setting in SETTINGS.items()
@@ -262,44 +289,68 @@ _LIMITED = {
 
 
 class Rule(NamedTuple):
-    """With what a setting does not go together (see `Excludes`), or what it is refused without (see `Requires`).
+    """With what a setting does not go together, or what it is refused without (see `settings.Condition`).
 
-    is_needed: whether it is the latter.
+    Attributes:
+        asks: the other settings, or those of which `is_so` takes the values; None: each whether it is given.
+        is_needed: whether it is refused without.
     """
 
     setting: str
-    when: str | Callable[[Any], Any]
+    asks: tuple[str, ...]
+    is_so: Callable[..., Any] | None
     said: str
-    is_needed: bool = False
+    is_needed: bool
 
-    def is_broken(self, config: TrainConfig) -> bool:
-        if not _is_given(config, self.setting):
+    @property
+    def touches(self) -> set[str]:
+        """All settings that decide whether it is broken."""
+        return {self.setting, *self.asks}
+
+    def is_broken(self, settings: Any) -> bool:
+        if not _is_given(settings, self.setting):
             return False
-        if callable(self.when):
-            return bool(self.when(config)) != self.is_needed
+        if self.is_so is not None:
+            return bool(self.is_so(*(getattr(settings, name) for name in self.asks))) != self.is_needed
+        if self.is_needed:
+            return not any(_differs(settings, name) for name in self.asks)
         # two that ask for nothing agree
-        return _is_given(config, self.when) and (_differs(config, self.setting) or _differs(config, self.when))
+        (other,) = self.asks
+        return _is_given(settings, other) and (_differs(settings, self.setting) or _differs(settings, other))
+
+    def words(self, config: TrainConfig) -> str:
+        """What is said of a configuration that breaks it."""
+        records = TASKS.get(config.task).records
+        given = as_flag(self.setting, getattr(config, self.setting))
+        return self.said.format_map(vars(config) | {"given": given, "records": records.in_words or records.name})
 
 
 def _rules(setting: Field[Any]) -> Iterator[Rule]:
+    name = setting.name
     for which in ("requires", "excludes"):
-        rules = setting.metadata.get(which, [])
-        for when, said in rules if isinstance(rules, list) else [rules]:
-            for each in when.split() if isinstance(when, str) else [when]:
-                yield Rule(setting.name, each, said, which == "requires")
+        conditions, is_needed = setting.metadata.get(which, []), which == "requires"
+        for asked, said in conditions if isinstance(conditions, list) else [conditions]:
+            if callable(asked):
+                yield Rule(name, tuple(signature(asked).parameters), asked, said, is_needed)
+            elif is_needed:
+                yield Rule(name, tuple(asked.split()), None, said, is_needed)
+            else:
+                yield from (Rule(name, (other,), None, said, is_needed) for other in asked.split())
+    if said := setting.metadata.get("of_task"):
+        yield Rule(name, ("task",), lambda task: TASKS.get(task).reads(name), said, True)
 
 
 RULES = [rule for setting in SETTINGS.values() for rule in _rules(setting)]
 
 
-def _differs(config: TrainConfig, name: str) -> bool:
+def _differs(settings: Any, name: str) -> bool:
     """Whether a setting has another value than its default."""
-    return bool(getattr(config, name) != default_of(SETTINGS[name]))
+    return bool(getattr(settings, name) != default_of(SETTINGS[name]))
 
 
-def _is_given(config: TrainConfig, name: str) -> bool:
+def _is_given(settings: Any, name: str) -> bool:
     """Likewise, or is a flag that asks for something with its default, too."""
-    return _differs(config, name) or (name in config.asked and "is_said_at_default" in SETTINGS[name].metadata)
+    return _differs(settings, name) or (name in settings.asked and "is_said_at_default" in SETTINGS[name].metadata)
 
 
 PARTS: dict[str, Part] = {
@@ -355,7 +406,7 @@ def parse_config(argv: Sequence[str] | None = None, beside: Sequence[str] = ()) 
             near), or an invalid value.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    config = _parse(make_parser(beside), arguments)
+    config = _config(_given_flags(make_parser(beside), arguments))
     if not config.dataset and (config.max_steps != 0 or config.ends_after_data):
         raise ExpertMeshError("--dataset is missing: files, directories or hub ids (required unless --max-steps 0)")
     return config
@@ -369,11 +420,11 @@ def make_config(settings: Mapping[str, Any]) -> TrainConfig:
     """
     parser = make_parser()
     given = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
-    file = given.pop("config", None)
-    words, refused = _arguments(parser, given)
+    file = None if (config := given.pop("config", None)) is None else str(config)
+    flags, refused = _settings(parser, given)
     if refused:
         raise SeveralMistakes(refused)
-    return _parse(parser, words if file is None else [f"--config={file}", *words])
+    return _config(_given(parser, flags, file))
 
 
 def make_parser(beside: Sequence[str] = ()) -> FlagParser:
@@ -389,8 +440,11 @@ def make_parser(beside: Sequence[str] = ()) -> FlagParser:
     return parser
 
 
-def _parse(parser: FlagParser, arguments: Sequence[str]) -> TrainConfig:
-    given = _given(parser, arguments)
+def _config(given: "GivenSettings") -> TrainConfig:
+    """
+    Raises:
+        ExpertMeshError: a value is invalid, or settings do not go together.
+    """
     problems = list(given.refused)
     try:
         # what the file says in other words may be what is missing
@@ -473,23 +527,6 @@ def parse_words(parser: FlagParser, arguments: Sequence[str]) -> dict[str, Any]:
     return {name: value for name, value in vars(parsed).items() if value is not untouched}
 
 
-class _Asked(TrainConfig):
-    """Settings that may not go together, which ones of them were read.
-
-    Args:
-        asked: those that were given as flags.
-    """
-
-    def __init__(self, settings: Mapping[str, Any], asked: frozenset[str]):
-        vars(self).update({name: default_of(setting) for name, setting in SETTINGS.items()} | dict(settings))
-        vars(self).update(read=set(), asked=asked)
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in SETTINGS:
-            self.read.add(name)
-        return super().__getattribute__(name)
-
-
 @dataclass(frozen=True)
 class GivenSettings:
     """Settings that were asked for, by their fields' names: those that nobody gave are not in here.
@@ -520,6 +557,7 @@ class GivenSettings:
     def _merged(self) -> tuple[dict[str, Any], list[str]]:
         file = {name: value for name, value in self.file.items() if name not in self.flags}
         because = {name: name for name in self.flags}
+        unset = {name: default_of(setting) for name, setting in SETTINGS.items()}
         lines: list[str] = []
 
         def give_way(name: str, flag: str) -> None:
@@ -528,17 +566,15 @@ class GivenSettings:
             lines.append(f"{as_flag(flag, self.flags[flag])} overrides {name}: {value} of {self.config}")
 
         while True:
-            asked = _Asked(file | self.flags, frozenset(self.flags))
+            asked = SimpleNamespace(**unset | file | self.flags, asked=self.flags)
             for rule in RULES if file else ():
-                asked.read.clear()
                 if not rule.is_broken(asked):
                     continue
-                # what was read on the way to the answer decides it
-                read = [name for name in SETTINGS if name in asked.read]
-                flags = [because[name] for name in read if name in because]
+                touched = [name for name in SETTINGS if name in rule.touches]
+                flags = [because[name] for name in touched if name in because]
                 yields = [
                     name
-                    for name in ([rule.setting] if rule.is_needed else read)
+                    for name in ([rule.setting] if rule.is_needed else touched)
                     if name in file and _is_given(asked, name) and not SETTINGS[name].metadata.get("is_firm")
                 ]
                 if flags and len(yields) == 1:
@@ -557,20 +593,23 @@ def given_settings(arguments: Sequence[str], beside: Sequence[str] = ()) -> Give
     Raises:
         ExpertMeshError: as `parse_config`, but for settings that do not go together.
     """
-    given = _given(make_parser(beside), arguments)
+    given = _given_flags(make_parser(beside), arguments)
     if given.refused:
         raise SeveralMistakes(given.refused)
     return given
 
 
-def _given(parser: FlagParser, arguments: Sequence[str]) -> GivenSettings:
+def _given_flags(parser: FlagParser, arguments: Sequence[str]) -> GivenSettings:
     parser.check_names(arguments)
     flags = parse_words(parser, arguments)
-    config = flags.pop("config", None)
+    return _given(parser, flags, flags.pop("config", None))
+
+
+def _given(parser: FlagParser, flags: dict[str, Any], config: str | None) -> GivenSettings:
     of_flags = len(parser.passed_over)
     content = {} if config is None else read_yaml(Path(config), f"--config {config}")
-    words, refused = _arguments(parser, content)
-    given = GivenSettings(flags, parse_words(parser, words), config)
+    file, refused = _settings(parser, content)
+    given = GivenSettings(flags, file, config)
     of_run: list[str] = []
     if not parser.beside:
         of_run += unknown_template(given.file)
@@ -578,8 +617,8 @@ def _given(parser: FlagParser, arguments: Sequence[str]) -> GivenSettings:
             of_run += _without_tf32(given)
     if refused:
         refused += [
-            f"{name} is left out: {tool} has {value} by default; give {flag_of(name)} {value}"
-            for tool, name, value in parser.others.other_defaults(written_by_name(content), given.all)
+            f"{default.setting} is left out: {default.words(tool)}"
+            for tool, default in parser.others.other_defaults(written_by_name(content), given.all)
         ]
         refused += of_run
     elif len(of_run) > 1:  # a single one is told by what needs it
@@ -634,7 +673,9 @@ def flags_of_config(
         elif value is False:
             words += [flag_of(name), "false"]
         elif isinstance(value, list):
-            words += _with_values(name, value)
+            # a single value may begin with a dash
+            is_one = len(value) == 1 and str(value[0]).startswith("-")
+            words += [f"{flag_of(name)}={value[0]}"] if is_one else [flag_of(name), *map(str, value)]
         else:
             words += [f"{flag_of(name)}={value}"] if str(value).startswith("-") else [flag_of(name), str(value)]
     return words
@@ -705,20 +746,17 @@ def read_yaml(file: Path, named: str) -> dict[Any, Any]:
     return content
 
 
-def _arguments(parser: FlagParser, content: Mapping[Any, Any]) -> tuple[list[str], list[str]]:
-    """A table of settings as flags, so that all go through the same checks; and what is wrong with the rest, in
-    words."""
+def _settings(parser: FlagParser, content: Mapping[Any, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A table of settings as their flags would be read; and what is wrong with the rest, in words."""
     given: dict[str, str] = {}
-    arguments: list[str] = []
+    settings: dict[str, Any] = {}
     refused: list[str] = []
     for key, value in content.items():
         try:
-            words = words_of(parser, str(key), value, given)
-            parser.parse_known_args(words)
-            arguments += words
+            settings |= setting_of(parser, str(key), value, given)
         except ExpertMeshError as error:
             refused += problems_of(error)
-    return arguments, refused
+    return settings, refused
 
 
 def written_by_name(content: Mapping[Any, Any]) -> dict[str, str]:
@@ -754,17 +792,21 @@ def _without_tf32(given: GivenSettings) -> list[str]:
     return []
 
 
-def words_of(parser: FlagParser, key: str, value: Any, given: dict[str, str]) -> list[str]:
-    """A setting as a flag and its values.
+def setting_of(parser: FlagParser, key: str, value: Any, given: dict[str, str]) -> dict[str, Any]:
+    """The setting that a key of a table names, with its value; none where it asks for nothing but what is done anyway,
+    or has no value.
 
     Args:
         given: names of settings that were given before, each with the key; it gets this one.
+
+    Raises:
+        ExpertMeshError: the key is unknown, or given before; the value is none that the setting may have.
     """
     name = parser.names.get(key.replace("-", "_"))
     if name is None:
         instead = parser.instead_of(key, as_words(value))
         if instead == "":
-            return []
+            return {}
         raise ExpertMeshError(
             unknown_name("key", key, parser.names) if instead is None else f"unknown key {key}: {instead}"
         )
@@ -772,7 +814,7 @@ def words_of(parser: FlagParser, key: str, value: Any, given: dict[str, str]) ->
         raise ExpertMeshError(f"{given[name]} and {key} are one setting; give one of them")
     given[name] = key
     if parser.passes_over(name, value):
-        return []
+        return {}
     if not _is_setting(value):
         raise ExpertMeshError(f"{name} must be a string, a number, or a list or table of these")
     if isinstance(value, list) and not parser.takes_list(name):
@@ -782,23 +824,14 @@ def words_of(parser: FlagParser, key: str, value: Any, given: dict[str, str]) ->
     is_switch = SETTINGS[name].type is bool or "bool" in SETTINGS[name].metadata.get("also", ())
     if not is_switch and any(isinstance(each, bool) for each in (value if isinstance(value, list) else [value])):
         raise ExpertMeshError(f"{key} is {value}, as a switch is; give text or a number")
-    if isinstance(value, list):
-        words = _with_values(name, value)
-        if any(parser._parse_optional(word) is not None for word in words[1:]):
-            raise ExpertMeshError(f"{name} has an entry that begins with a dash, as flags do")
-        return words
     if isinstance(value, dict):
         if not any(kind.startswith("dict") for kind in SETTINGS[name].metadata.get("also", ())):
             raise ExpertMeshError(f"{key} is a table; give one value")
-        return [f"--{name}={json.dumps(as_read(value), default=str)}"]
-    return [] if value is None else [f"--{name}={value}"]
-
-
-def _with_values(name: str, values: Sequence[Any]) -> list[str]:
-    """A list as a flag and its values, nothing where it is empty; a single value may begin with a dash."""
-    if len(values) == 1 and str(values[0]).startswith("-"):
-        return [f"{flag_of(name)}={values[0]}"]
-    return [flag_of(name), *map(str, values)] if values else []
+        value = json.dumps(as_read(value), default=str)
+    texts = [str(each) for each in (value if isinstance(value, list) else [value]) if each is not None]
+    if len(texts) > 1 and any(parser._parse_optional(text) is not None for text in texts):
+        raise ExpertMeshError(f"{name} has an entry that begins with a dash, as flags do")
+    return {name: parser.value_of(name, texts)} if texts else {}
 
 
 def as_words(value: Any) -> list[str]:

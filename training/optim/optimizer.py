@@ -1,10 +1,10 @@
 """The optimizers that `--optim` names, over parameters of several meshes.
 
-What is known of one without its code is its entry in `training.config.optimizers`.
+Each has an entry in `training.config.optimizers`, which names its code.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 from zlib import crc32
 
@@ -14,69 +14,44 @@ from torch import Tensor, nn
 
 from ...checkpoints.training_state.resuming import ResumableOptimizer
 from ...moe.experts.model_layers import decoder_layers, router_prefixes
-from ...moe.util.entry_checks import check_fields, check_value
+from ...moe.util.entry_checks import check_fields
+from ...moe.util.registry import loaded
 from ...sharding.mesh import Mesh
 from ...sharding.state import StateTensor, changing_state, trainable_of
-from ..config.optimizers import (
-    ADAMW_8BIT,
-    ADAMW_BF16,
-    ADAMW_FUSED,
-    MUON,
-    OPTIMIZERS,
-    SHAMPOO,
-    OptimizerEntry,
-    ParameterShape,
-    first_roots,
-)
+from ..config.optimizers import OPTIMIZERS, OptimizerEntry, ParameterShape, first_roots
 from ..config.train_config import TrainConfig
 from .low_bit import AdamW8bit, AdamWBf16
 from .matrices import Matrix, dense_matrix, expert_matrices
 from .muon import Muon
 from .shampoo import Shampoo, inverse_fourth_roots
 
-Build = Callable[[nn.Module, TrainConfig, Mesh], ResumableOptimizer]
-"""Makes an optimizer of a sharded model, for its parameters that are trained and here (`trainable_of`)."""
-Occasional = Callable[[TrainConfig], Mapping[Callable[..., Any], int]]
-"""Functions that a step of an optimizer calls only now and then, each by its name in its module, and every how many
-steps: in a dry run, which takes one step, they count as a part of themselves."""
 
-
-@dataclass(frozen=True)
-class Implementation:
-    """The code of an optimizer."""
-
-    build: Build
-    occasional: Occasional
-
-
-def register_optimizer(entry: OptimizerEntry, build: Build, occasional: Occasional) -> None:
+def register_optimizer(entry: OptimizerEntry) -> None:
     """Let `--optim` name one more optimizer; docs/how-to/extend.md has an example.
 
     Raises:
-        ValueError: its name is taken, or is none (see `Registry.register`); a field or a function is not as its type
-            says, or names a setting that there is not.
+        ValueError: its name is taken, or is none (see `Registry.register`); a field is not as its type says, or names
+            a setting that there is not.
     """
     what = f"--optim {entry.name}"
     check_fields(what, entry)
-    check_value(what, "build", build, Build)
-    check_value(what, "occasional", occasional, Occasional)
     known = [field.name for field in fields(TrainConfig)]
     for name in (*entry.heeds, *entry.dry_run):
         if name not in known:
             raise ValueError(f"{what}: there is no setting {name}")
     OPTIMIZERS.check_other_names(entry, lambda each: each.aliases)
     OPTIMIZERS.register(entry)
-    _IMPLEMENTATIONS[entry.name] = Implementation(build, occasional)
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig, mesh: Mesh) -> ResumableOptimizer:
     """The optimizer of a sharded model that the configuration names."""
-    return _IMPLEMENTATIONS[config.optimizer_entry.name].build(model, config, mesh)
+    optimizer: ResumableOptimizer = loaded(config.optimizer_entry.build)(model, config, mesh)
+    return optimizer
 
 
 def occasional(config: TrainConfig) -> Mapping[Callable[..., Any], int]:
-    """See `Occasional`."""
-    return _IMPLEMENTATIONS[config.optimizer_entry.name].occasional(config)
+    """Those of the optimizer that the configuration names (see `OptimizerEntry`)."""
+    return loaded(config.optimizer_entry.occasional)(config)
 
 
 def state_bytes(parameter: Tensor, config: TrainConfig, matrix_rows: int) -> float:
@@ -163,15 +138,15 @@ def _all_groups(model: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:
     return parameter_groups([part.tensor for part in trainable_of(model).values()], config)
 
 
-def _adamw(model: nn.Module, config: TrainConfig, mesh: Mesh) -> ResumableOptimizer:
+def adamw(model: nn.Module, config: TrainConfig, mesh: Mesh) -> ResumableOptimizer:
     return AdamW(_all_groups(model, config), **_adam_settings(config), fused=True)
 
 
-def _adamw_8bit(model: nn.Module, config: TrainConfig, mesh: Mesh) -> ResumableOptimizer:
+def adamw_8bit(model: nn.Module, config: TrainConfig, mesh: Mesh) -> ResumableOptimizer:
     return AdamW8bit(_all_groups(model, config), **_adam_settings(config))
 
 
-def _adamw_bf16(model: nn.Module, config: TrainConfig, mesh: Mesh) -> ResumableOptimizer:
+def adamw_bf16(model: nn.Module, config: TrainConfig, mesh: Mesh) -> ResumableOptimizer:
     rows: dict[Tensor, tuple[int, range]] = {}
     for name, part in trainable_of(model).items():
         # by its name: its number would change with every parameter that comes before it
@@ -191,12 +166,12 @@ def _matrices(
     return dense_matrices, [matrix for part in experts for matrix in expert_matrices(part, mesh)], adamw
 
 
-def _muon(model: nn.Module, config: TrainConfig, mesh: Mesh) -> ResumableOptimizer:
+def muon(model: nn.Module, config: TrainConfig, mesh: Mesh) -> ResumableOptimizer:
     dtype = torch.bfloat16 if config.bf16 else torch.float32
     return Muon(*_matrices(model, config, mesh), mesh, config.learning_rate, config.weight_decay, dtype)
 
 
-def _shampoo(model: nn.Module, config: TrainConfig, mesh: Mesh) -> ResumableOptimizer:
+def shampoo(model: nn.Module, config: TrainConfig, mesh: Mesh) -> ResumableOptimizer:
     return Shampoo(
         *_matrices(model, config, mesh),
         mesh,
@@ -213,10 +188,6 @@ def nothing_occasional(config: TrainConfig) -> Mapping[Callable[..., Any], int]:
     return {}
 
 
-_IMPLEMENTATIONS: dict[str, Implementation] = {
-    ADAMW_FUSED.name: Implementation(_adamw, nothing_occasional),
-    ADAMW_8BIT.name: Implementation(_adamw_8bit, nothing_occasional),
-    ADAMW_BF16.name: Implementation(_adamw_bf16, nothing_occasional),
-    MUON.name: Implementation(_muon, nothing_occasional),
-    SHAMPOO.name: Implementation(_shampoo, lambda config: {inverse_fourth_roots: config.shampoo_frequency}),
-}
+def shampoo_occasional(config: TrainConfig) -> Mapping[Callable[..., Any], int]:
+    """Of Shampoo, whose preconditioners are made every few steps."""
+    return {inverse_fourth_roots: config.shampoo_frequency}

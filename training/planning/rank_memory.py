@@ -218,7 +218,7 @@ def _asked(
     longest = padding.within(config.max_seq_length).length(longest_sequence(rows, config))
     trained = None if rows is None else trained_share(rows)
     # fp8 is what --expert-precision says
-    name = config.expert_kernel if config.expert_precision == "fp8" else kernel.kernel.entry.recorded_as
+    name = config.expert_kernel if config.expert_precision == "fp8" else kernel.kernel.recorded_as
     # a micro-batch may be larger than the data
     most = config.per_device_train_batch_size if rows is None else min(config.per_device_train_batch_size, len(rows))
     settings = replace(config, expert_kernel=name, max_seq_length=longest, per_device_train_batch_size=most)

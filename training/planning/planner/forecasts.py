@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import MISSING, fields, replace
 from typing import Any, Literal, TypeVar
 
-from ....moe.dispatch.dispatcher_entries import DISPATCHER_ENTRIES
-from ....moe.kernels.kernel_entries import KERNEL_ENTRIES
+from ....moe.dispatch.dispatcher_entries import DISPATCHERS
+from ....moe.kernels.kernel_entries import KERNELS
 from ....moe.util.child import cores, forks_compute
 from ....moe.util.errors import ExpertMeshError
 from ....moe.util.step_parts import has_modules_from_outside
@@ -275,8 +275,8 @@ def has_code_from_outside(config: TrainConfig) -> bool:
     layer_kinds = sys.modules.get(LAYER_KINDS_MODULE)
     return (
         has_modules_from_outside()
-        or KERNEL_ENTRIES.has_entries_from_outside()
-        or DISPATCHER_ENTRIES.has_entries_from_outside()
+        or KERNELS.has_entries_from_outside()
+        or DISPATCHERS.has_entries_from_outside()
         or config.optimizer_entry not in OUR_OPTIMIZERS
         or config.attn_implementation not in KNOWN_ATTENTION
         or (layer_kinds is not None and layer_kinds.has_layer_kinds_from_outside())

@@ -90,6 +90,6 @@ def _kernel(config: TrainConfig, model: Any, device_type: str) -> KernelChoice:
     name = config.expert_kernel
     if name == "auto" and device_type == "cuda":
         needs = replace(kernel_needs(model, "cuda", compute_dtype(config)), assumed_capability=HOPPER)
-        name = choose_kernel(name, needs).kernel.entry.recorded_as
+        name = choose_kernel(name, needs).kernel.recorded_as
     choice = kernel_of(config, model, "cpu", name)
     return replace(choice, most_apart=published("H100").experts_apart) if device_type == "cuda" else choice

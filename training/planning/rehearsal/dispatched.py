@@ -18,7 +18,7 @@ from torch import Tensor
 from ....moe.dispatch import alltoall
 from ....moe.dispatch import dedup as once
 from ....moe.dispatch.dedup import OnceDispatcher, RowCounts
-from ....moe.dispatch.dispatcher_entries import DISPATCHER_ENTRIES
+from ....moe.dispatch.dispatcher_entries import DISPATCHERS
 from ....moe.kernels import expert_rows
 from ....moe.kernels.expert_rows import even
 from ....moe.util.errors import ExpertMeshError
@@ -63,7 +63,7 @@ def check_recorded(dispatch: str) -> None:
     Raises:
         ExpertMeshError: no forecast can be made of a run with this dispatcher.
     """
-    if not DISPATCHER_ENTRIES.get(dispatch).is_recorded:
+    if not DISPATCHERS.get(dispatch).is_recorded:
         raise ExpertMeshError(f"--dispatch {dispatch}: cannot be recorded, so there is no forecast of it")
 
 

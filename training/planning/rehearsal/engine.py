@@ -67,7 +67,7 @@ def rehearsed_facts(config: TrainConfig, model_config: Any, device: DeviceType) 
         shape.num_experts,
         shape.top_k,
         counts,
-        first.mlp.kernel.entry.recorded_as,
+        first.mlp.kernel.recorded_as,
         computed_by(module for layer in firsts for module in layer.modules()),
         any(map(is_by_liger, model.modules())),
     )
