@@ -17,6 +17,7 @@ from .settings import (
     Adapter,
     AdapterFormat,
     BaseDtype,
+    BestMetric,
     CrossEntropy,
     ExportEncoding,
     LossAverage,
@@ -190,6 +191,11 @@ class LoadSettings(TypedDict, total=False):
     early_stopping_patience: int
     early_stopping_threshold: float
     load_best_model_at_end: bool
+    metric_for_best_model: BestMetric
+    eval_generate: list[str] | str | Path
+    eval_score: str
+    eval_extract: str
+    eval_temperature: float
     generate_steps: int
     generate_prompts: list[str] | str
     generate_max_new_tokens: int
