@@ -69,8 +69,9 @@ def ours(
 ) -> list[list[int]]:
     """Non-expert parameters must be gathered once, however many tokens and batches there are."""
     model, _, _ = sharded_model(path, topology, case)
-    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in fsdp_units(model) if not isinstance(unit, ExpertMLP)]
-    dense, gathered, gather = [group._all_gather_comm for group in groups], Counter[int](), GlooAllGather.__call__
+    units: list[Any] = [unit for unit in fsdp_units(model) if not isinstance(unit, ExpertMLP)]
+    dense = [unit._get_fsdp_state()._fsdp_param_group._all_gather_comm for unit in units]
+    gathered, gather = Counter[int](), GlooAllGather.__call__
 
     def counting(own: GlooAllGather, **given: Any) -> None:
         gathered[id(own)] += 1

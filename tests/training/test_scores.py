@@ -71,7 +71,7 @@ def asked(tiny_model: Path, tmp_path: Path, records: list[Any] | None, **setting
     config = TrainConfig(str(tiny_model), dataset=["d"], eval_generate=[str(file)], **settings)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     set_chat_template(tokenizer, "")
-    questions = read_questions(config, tokenizer, data_options(config), checks=True)
+    questions = read_questions(config, tokenizer, data_options(config), checks=True, positions=512)
     assert questions is not None
     return questions
 
@@ -105,6 +105,7 @@ def test_the_last_answer_is_expected(tiny_model: Path, tmp_path: Path) -> None:
         ([PAIR], {"eval_score": f"{__name__}:absent"}, r"cannot be imported: AttributeError"),
         ([PAIR], {"eval_score": f"{__name__}:NO_FUNCTION"}, r"is a int, not a function"),
         ([PAIR], {"eval_score": f"{__name__}:not_to_be_called"}, r"fails on the answer that record 1 .*TypeError"),
+        ([PAIR], {"generate_max_new_tokens": 500}, r"prompt of \d+ tokens, .* 500 more are beyond the model's 512"),
         ([], {"eval_score": "f1"}, r"--eval-score f1: give exact, calls, or a function"),
         ([], {"eval_extract": "(4"}, r"--eval-extract '\(4': is no regular expression: missing \)"),
         ([], {"eval_extract": "4", "eval_score": "calls"}, r"--eval-extract and --eval-score calls: give one"),

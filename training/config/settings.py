@@ -1550,7 +1550,8 @@ class EvaluationSettings:
     @property
     def best_by_score(self) -> bool:
         """Whether the best evaluation is that of the highest score, not of the lowest loss."""
-        return bool(self.eval_generate) and (self.metric_for_best_model == "score" or not self.has_evaluation_data)
+        asked = self.metric_for_best_model == "score"
+        return asked or (bool(self.eval_generate) and not self.has_evaluation_data)
 
 
 @dataclass

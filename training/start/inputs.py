@@ -99,7 +99,8 @@ def _read(config: TrainConfig, source: ModelSource, check: Check, date: str, tel
     dated = replace(config, template_date=date)
     training, evaluation, stream = _read_samples(dated, tokenizer, checks, images)
     check(config, training, evaluation)
-    questions = read_questions(config, tokenizer, data_options(dated), checks)
+    positions = getattr(source.text_config, "max_position_embeddings", None)
+    questions = read_questions(config, tokenizer, data_options(dated), checks, positions)
     if images is not None and (unseen := _without_images(training, evaluation)):
         if stream is None:
             raise ExpertMeshError(f"--images: {unseen}; leave --images out to train on text")

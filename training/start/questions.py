@@ -48,11 +48,14 @@ class Questions:
         return [{"prompt": prompt, "text": text, "reference": expected} for prompt, text, expected in some]
 
 
-def read_questions(config: TrainConfig, tokenizer: Any, options: DataOptions, checks: bool) -> Questions | None:
+def read_questions(
+    config: TrainConfig, tokenizer: Any, options: DataOptions, checks: bool, positions: int | None = None
+) -> Questions | None:
     """Read --eval-generate; None: it is not given.
 
     Args:
         options, checks: as of the data to train on.
+        positions: that the model has; None: as many as are asked for.
 
     Raises:
         ExpertMeshError: a file cannot be read, a record has no answer or is too long, the function of --eval-score
@@ -85,6 +88,7 @@ def read_questions(config: TrainConfig, tokenizer: Any, options: DataOptions, ch
         score,
         tokenizer,
     )
+    _check_lengths(config, questions, positions)
     _check(config, questions)
     return questions
 
@@ -99,6 +103,20 @@ def _cut(sample: Sample, number: int, samples: Samples) -> tuple[list[int], list
             "or messages"
         )
     return sample.tokens[:begin], sample.tokens[begin:end]
+
+
+def _check_lengths(config: TrainConfig, questions: Questions, positions: int | None) -> None:
+    """
+    Raises:
+        ExpertMeshError: a prompt would lose its beginning (see `generate`).
+    """
+    longest = max(questions.prompts, key=len)
+    if positions is not None and len(longest) + config.generate_max_new_tokens > positions:
+        number = questions.prompts.index(longest) + 1
+        raise ExpertMeshError(
+            f"{_FLAG}: record {number:,} has a prompt of {len(longest):,} tokens, and --generate-max-new-tokens "
+            f"{config.generate_max_new_tokens} more are beyond the model's {positions:,} positions; shorten one of them"
+        )
 
 
 def _check(config: TrainConfig, questions: Questions) -> None:
