@@ -93,8 +93,8 @@ def test_a_run(ranks: RankPool, tiny_data: Path, tmp_path: Path, family: str) ->
     tokenizer = AutoTokenizer.from_pretrained(model)
     for one in scored[0]["answers"]:
         asking = torch.tensor([tokenizer(one["prompt"], add_special_tokens=False)["input_ids"]])
-        how: dict[str, Any] = {"attention_mask": torch.ones_like(asking), "eos_token_id": tokenizer.eos_token_id}
-        out = theirs.generate(asking, max_new_tokens=NEW_TOKENS, **settings | how)
+        beside: dict[str, Any] = {"attention_mask": torch.ones_like(asking), "eos_token_id": tokenizer.eos_token_id}
+        out = theirs.generate(asking, max_new_tokens=NEW_TOKENS, **settings | beside)
         assert one["text"] == tokenizer.decode(out[0, asking.shape[1] :])
 
 
