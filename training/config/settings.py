@@ -1489,6 +1489,7 @@ class EvaluationSettings:
         "What decides which evaluation is the best: loss, or the score of --eval-generate (without evaluation data, "
         "always the score)",
         type=_metric,
+        choices=get_args(BestMetric),
         requires=(
             lambda config: config.metric_for_best_model == "loss" or config.eval_generate,
             "--metric-for-best-model score: there is none; give --eval-generate",
