@@ -60,7 +60,7 @@ class Metric:
     Attributes:
         name: its key there.
         unit, meaning: for docs/reference/metrics.md.
-        of: logged of the steps since the last logged one, or of an evaluation.
+        of: logged of the steps since the last logged one, of an evaluation, or of the answers of --eval-generate.
         value: that figure. A number, None where there is none, or a list: of numbers, one for each MoE layer, the
             report draws the mean, and the lowest to the highest as a band.
         over_ranks: what becomes of the ranks' values: "alike" means that each rank has that of all ranks; else they are
@@ -76,7 +76,7 @@ class Metric:
     name: str
     unit: str
     meaning: str
-    of: Literal["steps", "evaluation"]
+    of: Literal["steps", "evaluation", "answers"]
     value: Callable[[Any], Any]
     over_ranks: Literal["alike", "sum", "mean", "max"]
     is_logged: Callable[[Any], bool] = lambda known: True
@@ -87,7 +87,7 @@ class Metric:
     imbalance: Callable[[Any], float] | None = None
 
 
-_OF_LINES = ("step", "generations", "generate_seconds", "save_seconds", "warning")
+_OF_LINES = ("step", "generations", "answers", "generate_seconds", "save_seconds", "warning")
 """What lines of metrics.jsonl have beside metrics."""
 
 
@@ -269,6 +269,31 @@ METRICS = [
         meaning="wall time of the evaluation",
         of="evaluation",
         value=lambda found: round(found.seconds, 3),
+        over_ranks="alike",
+    ),
+    Metric(
+        name="eval_score",
+        unit="",
+        meaning="mean score of the answers of `--eval-generate`: the share that is right, or the mean of a function",
+        of="answers",
+        value=lambda found: found.score,
+        over_ranks="alike",
+        chart=Chart("Evaluation score", include=(0,)),
+    ),
+    Metric(
+        name="eval_answers",
+        unit="",
+        meaning="how many answers were scored",
+        of="answers",
+        value=lambda found: found.number,
+        over_ranks="alike",
+    ),
+    Metric(
+        name="eval_answers_cut",
+        unit="",
+        meaning="answers that were cut off at `--generate-max-new-tokens`",
+        of="answers",
+        value=lambda found: found.unended,
         over_ranks="alike",
     ),
     *_of_student("teacher_kl", "divergence of the prediction from the teacher's", lambda mean: f"kl {mean:.3f}"),

@@ -4,7 +4,8 @@ The loss of every rank is its local sum divided by a global count, so gradients 
 averaging is switched off, and no factor of dp or ep exists anywhere.
 """
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -307,6 +308,28 @@ def free_gathered(model: nn.Module) -> None:
     --no-reshard-after-forward every unit."""
     for unit in fsdp_units(model):
         unit.reshard()
+
+
+@contextmanager
+def keeping_dense(model: nn.Module) -> Iterator[None]:
+    """Within it, non-expert parameters stay gathered from their first forward on: for many forwards between two
+    updates. They still are when it ends; `free_gathered` frees them. Experts are gathered as ever."""
+    experts = {layer.mlp for layer in moe_layers(model)}
+    # FSDP itself keeps those of the root
+    units = [unit for unit in fsdp_units(model) if unit is not model and unit not in experts and _reshards(unit)]
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.set_reshard_after_forward(True, recurse=False)
+
+
+def _reshards(unit: FSDPModule) -> bool:
+    """Whether it frees what it has gathered after its forward."""
+    group = unit._get_fsdp_state()._fsdp_param_group
+    return group is not None and group.post_forward_mesh_info is not None
 
 
 def forget_forwards(model: nn.Module) -> None:

@@ -19,7 +19,8 @@ FLAGS = (
     "--per-device-eval-batch-size 2 --resume auto"
 )
 BETWEEN = (
-    "--eval-dataset {data} --eval-steps 2 --generate-steps 2 --generate-prompts 'say hello' --generate-max-new-tokens 4"
+    "--eval-dataset {data} --eval-steps 2 --generate-steps 2 --generate-prompts 'say hello' "
+    "--generate-max-new-tokens 4 --eval-generate {questions} --eval-temperature 1"
 )
 DATA = {
     "cached": "",
@@ -53,8 +54,8 @@ QUICK = [
 
 
 def tell_cut(argv: list[str], phase: str, number: int) -> Told:
-    """train_ep.py on this rank, which gets a signal in the second part of a phase; of generations, which know when they
-    end, in the first."""
+    """train_ep.py on this rank, which gets a signal in the second part of a phase; of generations, of which the scored
+    ones come first, and which know when they end, in the first."""
     return tell_stopped_in(argv, phase, 0 if phase == "generations" else 1, number)[:3]
 
 
@@ -79,7 +80,10 @@ def test_resumed_it_is_the_run_that_was_never_cut(
     phase: str, data: str, number: int, runs: Runs, tmp_path: Path
 ) -> None:
     runs = runs_on(data, phase, runs, tmp_path)
-    more = PHASES[phase].format(data=runs.data, model=runs.model)
+    questions = tmp_path / "questions.jsonl"
+    asked = [{"prompt": f"say {i}", "response": f"x{i}"} for i in range(3)]  # two batches
+    questions.write_text("".join(json.dumps(record) + "\n" for record in asked))
+    more = PHASES[phase].format(data=runs.data, model=runs.model, questions=questions)
     flags = f"{FLAGS} {DATA[data]} {more}"
     whole = runs(1, flags, "whole")
     if number == signal.SIGKILL:
@@ -89,6 +93,6 @@ def test_resumed_it_is_the_run_that_was_never_cut(
         runs(1, flags, code=STOPPED, call=tell_cut, given=[phase, number])
     assert not (tmp_path / "run" / "hf").exists(), "it was cut"
     resumed = runs(1, flags)
-    for key in ("step", "loss", "eval_loss", "generations"):
+    for key in ("step", "loss", "eval_loss", "answers", "generations"):
         assert resumed.values(key) == whole.values(key), key
     assert_same_bits(resumed.weights, whole.weights)

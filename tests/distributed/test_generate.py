@@ -1,20 +1,25 @@
 """Text from the sharded model: HF's own greedy `generate`, for every parallel layout, and training undisturbed."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from expertmesh.moe.experts.expert_mlp import ExpertMLP
 from expertmesh.moe.experts.forward import current_forward
 from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.sharding.collectives.gloo import GlooAllGather
+from expertmesh.sharding.parallelize.parallelize import fsdp_units
 from expertmesh.sharding.runtime.process import Ranks
 from expertmesh.sharding.state import local_tensor
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer
-from expertmesh.training.steps.generate import generate
+from expertmesh.training.steps.generate import Sampling, _Drawn, generate
 from expertmesh.training.steps.step import train_step
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import my_batches, sharded_model, train_config
@@ -54,10 +59,28 @@ def hf_continuations(prompts: list[list[int]], eos: list[int] | int, **changes: 
 
 
 def ours(
-    path: Path, topology: Topology, prompts: list[list[int]], eos: list[int], case: Case, new_tokens: int = NEW_TOKENS
+    path: Path,
+    topology: Topology,
+    prompts: list[list[int]],
+    eos: list[int],
+    case: Case,
+    new_tokens: int = NEW_TOKENS,
+    per_device: int | None = None,
 ) -> list[list[int]]:
+    """Non-expert parameters must be gathered once, however many tokens and batches there are."""
     model, _, _ = sharded_model(path, topology, case)
-    return generate(model.train(), prompts, new_tokens, eos, this_rank())
+    units: list[Any] = [unit for unit in fsdp_units(model) if not isinstance(unit, ExpertMLP)]
+    dense = [unit._get_fsdp_state()._fsdp_param_group._all_gather_comm for unit in units]
+    gathered, gather = Counter[int](), GlooAllGather.__call__
+
+    def counting(own: GlooAllGather, **given: Any) -> None:
+        gathered[id(own)] += 1
+        gather(own, **given)
+
+    with mock.patch.object(GlooAllGather, "__call__", counting):
+        found = generate(model.train(), prompts, new_tokens, eos, this_rank(), per_device)
+    assert [gathered[id(each)] for each in dense] == [int(topology.world_size > 1)] * len(dense)
+    return found
 
 
 def this_rank() -> Ranks:
@@ -65,23 +88,30 @@ def this_rank() -> Ranks:
 
 
 @pytest.mark.parametrize(
-    ("topology", "first", "early"),
+    ("topology", "first", "early", "per_device"),
     tiered(
-        [(Topology(2, 1), 1, False), (Topology(4, 2), 6, True)],
-        slow=[(Topology(1, 1), 6, False), (Topology(4, 4), 6, False), (Topology(4, 4), 2, True)],
+        [(Topology(2, 1), 1, False, None), (Topology(4, 2), 6, True, 1)],
+        slow=[
+            (Topology(1, 1), 6, False, None),
+            (Topology(4, 4), 6, False, None),
+            (Topology(4, 4), 2, True, None),
+            (Topology(4, 2), 6, True, None),
+        ],
     ),
     ids=str,
 )
-def test_equals_hf(ranks: RankPool, path: Path, topology: Topology, first: int, early: bool) -> None:
-    """With more prompts than ranks, so that lengths differ in a batch, and fewer, and one that ends early; dropout,
-    jitter and checkpointing, which training would have, play no part."""
+def test_equals_hf(
+    ranks: RankPool, path: Path, topology: Topology, first: int, early: bool, per_device: int | None
+) -> None:
+    """With more prompts than ranks, so that lengths differ in a batch, or of the last batch some ranks have none; with
+    fewer, and one that ends early; dropout, jitter and checkpointing, which training would have, play no part."""
     eos = [hf_continuations(PROMPTS[:first], eos=-1)[-1][4], 319] if early else []
     expected = hf_continuations(PROMPTS[:first], eos=eos or -1)  # tiny_mixtral's own end is token 2, which is none here
     lengths = [len(tokens) for tokens in expected]
     assert max(lengths) == NEW_TOKENS
     assert (min(lengths) <= 5) == early
     case = Case([], gradient_checkpointing="full")
-    found = ranks.run(ours, topology.world_size, path, topology, PROMPTS[:first], eos, case)
+    found = ranks.run(ours, topology.world_size, path, topology, PROMPTS[:first], eos, case, NEW_TOKENS, per_device)
     assert found == [expected] * topology.world_size
 
 
@@ -137,11 +167,23 @@ def test_settings_of_the_model_play_no_part_and_long_prompts_keep_their_end(rank
     assert ranks.run(_long_and_empty, 2, path, long) == [hf_continuations([long[-500:]], eos=-1)] * 2
 
 
+def test_sampled_by_probability() -> None:
+    """With the frequencies of softmax(logits / temperature), and the same again by the same seed."""
+    logits_BV = torch.tensor([[2.0, 0.0, -torch.inf, 1.0]]).expand(4000, -1)
+    first, again = (_Drawn(Sampling(2.0, "5"), range(4000))(torch.empty(0), logits_BV) for _ in range(2))
+    assert torch.equal(first, again)
+    assert (first.isfinite().sum(1) == 1).all()
+    expected_V = (logits_BV[0] / 2).softmax(0)
+    assert (first.isfinite().float().mean(0) - expected_V).abs().max() < 0.03  # 3.8 standard deviations
+
+
 def _long_and_empty(path: Path, long: list[int]) -> list[list[int]]:
     model, _, _ = sharded_model(path, Topology(2, 2), Case([]))
     for name, value in {"do_sample": True, "max_length": 3, "repetition_penalty": 5.0, "min_new_tokens": 40}.items():
         setattr(model.generation_config, name, value)
     assert generate(model, [], NEW_TOKENS, [], this_rank()) == []
+    drawn = [generate(model, PROMPTS, 4, [], this_rank(), size, Sampling(1.5, "0 7")) for size in (1, None)]
+    assert drawn[0] == drawn[1] != generate(model, PROMPTS, 4, [], this_rank(), None, Sampling(1.5, "0 8"))
     with pytest.raises(ExpertMeshError, match="has no token"):
         generate(model, [[1], []], NEW_TOKENS, [], this_rank())
     return generate(model, [long], NEW_TOKENS, [], this_rank())

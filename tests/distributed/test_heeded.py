@@ -29,6 +29,7 @@ MODES: dict[str, tuple[int, str]] = {
     "adapters": (1, "--adapter lora"),
     "merged": (1, "--adapter lora --merge --save-steps 0"),
     "evaluation": (1, "--eval-ratio 0.2 --generate-steps 3 --eval-steps 3 --packing"),
+    "answers": (1, "--eval-generate {data} --generate-max-new-tokens 2 --eval-steps 3"),
     "epochs": (1, "--max-steps -1 --num-train-epochs 0.2 --resume auto --optim shampoo"),
     "layout": (4, "--pp-size 2 --tp-size 2 --ep-size 2 --dispatch rank --no-export"),
     "context": (2, "--cp-size 2 --ep-size 2 --dense-shard hybrid --gradient-checkpointing"),
@@ -143,7 +144,8 @@ def test_flags_are_heeded_or_told(runs: Runs, mode: str) -> None:
     """What a run has not read has no effect: it says so of it, or refuses it."""
     world_size, more = MODES[mode]
     argv = ["--model", str(runs.model), "--dataset", str(runs.data), "--output-dir", str(runs.directory / "run")]
-    argv += ["--use-cpu", *["--max-steps", "3", "--save-steps", "2", "--router-warn-steps", "2"], *more.split()]
+    argv += ["--use-cpu", *["--max-steps", "3", "--save-steps", "2", "--router-warn-steps", "2"]]
+    argv += more.format(data=runs.data).split()
     argv = last_of_each(argv)
     results = runs.ranks.run(tell_recorded, world_size, argv, join_group=False)
     assert [code for code, _, _ in results] == [0] * world_size, results[0][1]

@@ -1,5 +1,6 @@
 """What train_ep.py does besides steps: evaluation, the best checkpoint, early stops, sample generations, the report."""
 
+import contextlib
 import json
 import math
 import re
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from transformers import AutoTokenizer, MixtralForCausalLM
 
 from tests.distributed.pool import RankPool
-from tests.distributed.whole_runs import Ended, Runs, assert_same_bits
+from tests.distributed.whole_runs import Ended, Runs, Told, assert_same_bits, tell
 from tests.rounding import near
 
 
@@ -92,6 +93,43 @@ def best_of(ended: Ended) -> str:
     link = ended.checkpoint("best")
     assert link.is_symlink()
     return link.resolve().name
+
+
+def tell_within(argv: list[str], directory: Path) -> Told:
+    """train_ep.py on this rank, started in a directory."""
+    with contextlib.chdir(directory):
+        return tell(argv)
+
+
+def test_the_best_score(chats: Runs, tmp_path: Path) -> None:
+    """By a function of the user's own, which fails at two evaluations, and without evaluation data: the best one is
+    that of the highest score, which decides about an early stop and the export. Its answers are transformers'."""
+    # of the check before the first step, then of two answers at each evaluation
+    figures = "[0, 1, 2, 5, 'none', 3.5, 3, 0, 1]"
+    function = f"FIGURES = iter({figures})\n\n\ndef of(prompt, answer, expected):\n    return next(FIGURES)\n"
+    (tmp_path / "own_scores.py").write_text(function)
+    asked = tmp_path / "asked.jsonl"
+    rows = [{"prompt": "say 1", "response": "1"}, {"prompt": "say a few words", "response": "a few words"}]
+    asked.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = (
+        f"--ep-size 2 --max-steps 9 --eval-steps 1 --save-steps 9 --early-stopping-patience 2 --learning-rate 1e-2 "
+        f"--eval-generate {asked} --eval-score own_scores:of --generate-max-new-tokens 5 --load-best-model-at-end"
+    )
+    ended = chats(2, flags, call=tell_within, given=[tmp_path])
+    assert ended.values("eval_score") == [1.5, None, 3.25, 0.5, None]
+    assert ended.values("eval_answers") == [2] * 5
+    assert "ValueError: gave 'none', not a finite number" in ended.printed
+    assert "step 3: eval score 3.2500 of 2 answers" in ended.printed
+    assert "stopped early: the last 2 evaluations not better by 0; the best is 3.2500, of step 3" in ended.printed
+    assert "hf has the weights of the best evaluation (step 3, score 3.2500)" in ended.printed
+    assert best_of(ended) == "step-00000003"
+    model = MixtralForCausalLM.from_pretrained(ended.out / "hf").eval()
+    tokenizer = AutoTokenizer.from_pretrained(ended.out / "hf")
+    for one, row in zip(ended.values("answers")[2], rows, strict=True):
+        assert one["reference"].strip() == row["response"]
+        tokens = torch.tensor([tokenizer(one["prompt"], add_special_tokens=False)["input_ids"]])
+        out = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=5, do_sample=False)
+        assert one["text"] == tokenizer.decode(out[0, tokens.shape[1] :])
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.hf_model.build import build_model
@@ -42,13 +43,18 @@ def on_meta(family: str) -> Any:
 def test_a_run(ranks: RankPool, tiny_data: Path, tmp_path: Path, family: str) -> None:
     """An evaluation of all records gives their loss in training; the page holds every step, answers, and the load of
     each layer's experts, which adds up; packed and shared by two ranks, loss, gradients and answers are the same; the
-    model's answers are those of transformers' own generate, prompt by prompt, without padding and without a cache."""
+    answers of the run, and the model's in batches, are those of transformers' own generate, prompt by prompt, without
+    padding and without a cache."""
     model = tmp_path / "model"
     hf_model(Case([], family=family), seed=1).save_pretrained(model)
     save_tokenizer(model)
     steps: list[dict[str, Any]] = []
     evaluations: list[dict[str, Any]] = []
     answers: list[dict[str, Any]] = []
+    scored: list[dict[str, Any]] = []
+    questions = tmp_path / "questions.jsonl"
+    asked = [{"prompt": f"say {'x' * i}", "response": str(i)} for i in range(3)]
+    questions.write_text("".join(json.dumps(record) + "\n" for record in asked))
     shared = ["--packing", "--max-seq-length", 64, "--cp-size", 2, "--per-device-train-batch-size", 50]
     for how in ([], shared):
         out = tmp_path / f"out{len(how)}"
@@ -56,12 +62,13 @@ def test_a_run(ranks: RankPool, tiny_data: Path, tmp_path: Path, family: str) ->
         argv += ["--max-steps", 1, "--save-steps", 0, "--logging-steps", 1, "--ep-size", 2, "--learning-rate", 0]
         argv += ["--per-device-train-batch-size", 25, "--per-device-eval-batch-size", 7, "--router-aux-loss-coef", 0]
         argv += ["--eval-dataset", tiny_data, "--check-replicas", 1, "--generate-steps", 1, "--generate-prompts", "say"]
-        argv += ["--generate-max-new-tokens", NEW_TOKENS, *how]
+        argv += ["--generate-max-new-tokens", NEW_TOKENS, "--eval-generate", questions, *how]
         results = ranks.run(run_main, 2, [str(flag) for flag in argv], join_group=False)
         assert [code for code, _ in results] == [0] * 2, results
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        for key, found in (("loss", steps), ("eval_loss", evaluations), ("generations", answers)):
-            found += [line for line in lines if key in line]
+        kinds = (("loss", steps), ("eval_loss", evaluations), ("generations", answers), ("answers", scored))
+        for key, told in kinds:
+            told += [line for line in lines if key in line]
     (alone, packed), layers = steps, moe_layers(on_meta(family))
     for name in ("loss", "grad_norm", "tokens"):
         assert packed[name] == pytest.approx(alone[name], rel=TOLERANCE)
@@ -77,11 +84,18 @@ def test_a_run(ranks: RankPool, tiny_data: Path, tmp_path: Path, family: str) ->
     assert (content["step"], content["num_steps"], tokens) == (1, 1, [alone["tokens"]])
 
     prompts = [sample.tokens for sample in SAMPLES[:3]]
-    found = ranks.run(answers_of_ours, 2, model, PAIR, prompts, [], Case([], family=family), NEW_TOKENS)
+    found = ranks.run(answers_of_ours, 2, model, PAIR, prompts, [], Case([], family=family), NEW_TOKENS, 1)
     theirs: Any = load_model(model, dtype=torch.float32, attn_implementation="eager")
     settings: dict[str, Any] = dict(do_sample=False, use_cache=False, eos_token_id=-1, pad_token_id=0)
     outs = [theirs.eval().generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, **settings) for prompt in prompts]
     assert found == [[out[0, len(prompt) :].tolist() for out, prompt in zip(outs, prompts, strict=True)]] * 2
+    assert scored[0]["answers"] == scored[1]["answers"]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    for one in scored[0]["answers"]:
+        asking = torch.tensor([tokenizer(one["prompt"], add_special_tokens=False)["input_ids"]])
+        beside: dict[str, Any] = {"attention_mask": torch.ones_like(asking), "eos_token_id": tokenizer.eos_token_id}
+        out = theirs.generate(asking, max_new_tokens=NEW_TOKENS, **settings | beside)
+        assert one["text"] == tokenizer.decode(out[0, asking.shape[1] :])
 
 
 ATTENTION = {f"self_attn.{name}_proj" for name in "qkvo"}

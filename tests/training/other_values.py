@@ -16,6 +16,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "train_new_tokens": {"add_tokens": ["t"], "adapter": "lora"},
     "streaming": {"max_steps": 5},
     "train_vision": {"images": True},
+    "metric_for_best_model": {"eval_generate": ["q"]},
 }
 """Without which a setting is refused."""
 VALUES: dict[str, Any] = {
@@ -26,7 +27,7 @@ VALUES: dict[str, Any] = {
     "global_batch_size": 64, "ranks_per_node": 2, "optim": "muon", "task": "dpo",
     "dataset_num_proc": 2, "save_total_limit": 2,
     "gradient_accumulation_steps": 2, "teacher_weight": 0.5, "template_date": "2026-01-02",
-    "train_vision": ["tower"],
+    "train_vision": ["tower"], "eval_score": "calls",
 }  # fmt: skip
 """Of what does not take any text, number or switch."""
 

@@ -248,7 +248,7 @@ VALUES = {
     "pipeline_schedule": "zero-bubble", "dispatch": "node", "dispatch_sums": "float32", "adapter_format": "packed",
     "base_dtype": "float32", "on_save_error": "continue", "allow_changed": "data", "max_shard_size": "1GB",
     "export_encoding": "source", "lora_dropout": "0.5", "preference_loss": "ipo",
-    "teacher_weight": "0.5", "merge_dtype": "float32",
+    "teacher_weight": "0.5", "merge_dtype": "float32", "eval_score": "calls",
 }  # fmt: skip
 """Of those that do not take 2."""
 WITHOUT = {
@@ -261,7 +261,7 @@ WITHOUT = {
 WITH = [
     "--ep-size=4", "--tp-size=2", "--pp-size=2", "--dispatch=node", "--adapter=lora", "--merge", "--eval-dataset=e",
     "--early-stopping-patience=1", "--generate-steps=1", "--resume=auto", "--profile=1",
-    "--gradient-checkpointing=selective", "--dense-shard=hybrid", "--resize-vocab", "--task=dpo",
+    "--gradient-checkpointing=selective", "--dense-shard=hybrid", "--resize-vocab", "--eval-generate=q", "--task=dpo",
 ]  # fmt: skip
 
 

@@ -37,7 +37,7 @@ BASES: list[dict[str, Any]] = [
     {"gradient_checkpointing": "selective"}, {"optim": "shampoo"}, {"teacher": "t"}, {"eval_dataset": ["e"]},
     {"eval_ratio": 0.1, "early_stopping_patience": 1}, {"streaming": True, "max_steps": 5}, {"resume": "auto"},
     {"generate_steps": 1}, {"profile": ["1"]}, {"adapter": "lora", "add_tokens": ["t"]}, {"group_by_length": True},
-    {"adapter": "lora", "merge": True},
+    {"adapter": "lora", "merge": True}, {"eval_generate": ["q"]}, {"eval_generate": ["q"], "eval_dataset": ["e"]},
     {"add_tokens": ["t"], "eval_ratio": 0.5}, {"dataset": [], "max_steps": 0},
     {"dataset": [], "max_steps": 0, "images": True},
 ]
@@ -53,7 +53,7 @@ VALUES: dict[str, Any] = {
     "rope_scaling": "yarn:2", "prompt_template": "{prompt}", "pipeline_layers": "1,1", "lr_scheduler_type": "cosine",
     "max_shard_size": "1GB", "expert_kernel": "loop", "dispatch": "rank", "profile": ["5"], "profile_ranks": ["1"],
     "allow_changed": ["data"], "debug_ranks": [1], "lr_scheduler_kwargs": "{}", "optim": "muon", "task": "dpo",
-    "template_date": "2026-01-02", "base_dtype": "nf4", "train_vision": ["tower"],
+    "template_date": "2026-01-02", "base_dtype": "nf4", "train_vision": ["tower"], "eval_score": "calls",
 }  # fmt: skip
 """Of settings whose text has a form."""
 
@@ -114,7 +114,7 @@ def keys_in(config: TrainConfig) -> tuple[Facts, dict[str, Any]]:
     if config.eval_ratio:
         records = cast(Samples, SimpleNamespace(records=torch.arange(99), select=str))
         facts["data"]["kept"] = cast(str, hold_out(records, config.eval_ratio, config.seed)[0])
-    if config.evaluates:
+    if config.has_evaluation_data:
         facts["evaluation data"] = {"tokens": data[1]}
     if config.teacher:
         facts["teacher"] = {"files": config.teacher}

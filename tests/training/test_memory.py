@@ -99,6 +99,15 @@ def test_a_close_fit_is_warned_of(available: float, warned: bool) -> None:
     )
 
 
+@pytest.mark.parametrize(("asks", "dense", "total"), [(True, 5, 16), (True, 2, 13.5), (False, 5, 13.5)])
+def test_what_generations_keep_gathered(asks: bool, dense: float, total: float) -> None:
+    """In place of a step's activations, where it is more."""
+    asked = {"eval_generate": ["q"], "save_steps": 0} if asks else {"save_steps": 0}
+    forecast = forecast_of(10, 2.5, 20).of_run(TrainConfig(model="m", **asked), 2, dense * GIB)
+    assert forecast.total == pytest.approx(total * GIB)
+    assert ("generation of answers" in forecast.details(4, TrainConfig(model="m"))[0]) == (total == 16)
+
+
 @pytest.mark.parametrize(
     ("flags", "num_steps", "beyond"),
     [

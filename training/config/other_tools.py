@@ -26,7 +26,6 @@ _PAIRS = "the loss of pairs is DPO's or IPO's as published"
 _REFERENCE = "the reference is the model as it is before training"
 _SHARDED = "FSDP2 always shards parameters, gradients and optimizer state (see --dense-shard, --offload)"
 _EVALUATES = "evaluation runs if --eval-dataset or --eval-ratio is given, every --eval-steps N or epoch"
-_LOWEST = "the best checkpoint has the lowest evaluation loss"
 _TOKENS = "change special tokens in the tokenizer and give its directory as --tokenizer, with --resize-vocab"
 _FREEZE = "give --freeze with the parameters that are not trained"
 _TRACKERS = "give --report-to and --run-name, and everything else by the tracker's environment variables"
@@ -131,12 +130,11 @@ WITHOUT_EQUIVALENT: tuple[tuple[str, str, str], ...] = (
     # ---- evaluations, checkpoints and logs ----
     ("do_train", "the command always trains (--max-steps 0: does not)", "true"),
     ("do_eval do_predict eval_strategy evals_per_epoch eval_delay", _EVALUATES, ""),
-    ("metric_for_best_model", _LOWEST, "loss eval_loss"),
-    ("greater_is_better", _LOWEST, "false"),
+    ("greater_is_better", "the best evaluation has the lowest loss, or the highest score", "false"),
     ("prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps include_for_metrics",
      "an evaluation computes only the loss", "false"),
     ("batch_eval_metrics label_names", "an evaluation computes only the loss", "false"),
-    ("predict_with_generate", "give --generate-steps for sample generations", "false"),
+    ("predict_with_generate", "give --eval-generate FILE for scored answers, or --generate-steps for samples", "false"),
     ("save_strategy saves_per_epoch", "give --save-steps N: every how many steps, or 0 for never", "steps"),
     ("save_only_model no_save_optim no_save_rng",
      "checkpoints are for resuming, the export is the model; give --save-steps 0 for no checkpoints", "false"),

@@ -43,6 +43,7 @@ SCHEDULES = (
 """The values of `transformers.SchedulerType`."""
 OnSaveError = Literal["stop", "continue"]
 ExportEncoding = Literal["plain", "source"]
+BestMetric = Literal["loss", "score"]
 OnNonfinite = Literal["stop", "skip"]
 MOST_PROFILED = 32
 """Steps that --profile takes at most: a step of a large model is some hundred thousand events of its trace."""
@@ -88,6 +89,11 @@ def _resume(text: str) -> str:
 def _optimizer(text: str) -> str:
     """transformers has the same under several names."""
     return next((entry.name for entry in OPTIMIZERS.entries() if text.lower() in entry.aliases), text)
+
+
+def _metric(text: str) -> str:
+    """transformers puts what it evaluates before it."""
+    return text.removeprefix("eval_")
 
 
 Condition = tuple[str | Callable[..., Any], str]
@@ -156,13 +162,14 @@ _SELECTIVE = Needs(
     "--gradient-checkpointing selective", lambda config: config.gradient_checkpointing != "none", resets=True
 )
 _LORA = Needs("--adapter lora", lambda config: config.adapter != "none")
-_EVALUATES = Needs("--eval-dataset or --eval-ratio", lambda config: config.evaluates)
+_EVALUATES = Needs("--eval-dataset, --eval-ratio or --eval-generate", lambda config: config.evaluates)
 _COMPUTES_LOSSES = Needs(
-    "--eval-dataset, --eval-ratio, --teacher, or --task dpo or kto",
+    "--eval-dataset, --eval-ratio, --eval-generate, --teacher, or --task dpo or kto",
     lambda config: config.evaluates or config.teacher or config.task_entry.has_reference,
 )
 _STREAMS = Needs("--streaming", lambda config: config.streaming)
 _GENERATES = Needs("--generate-steps", lambda config: config.generate_steps > 0)
+_SCORES = Needs("--eval-generate", lambda config: bool(config.eval_generate))
 _SAVES = Needs("--save-steps 1 or more", lambda config: config.save_steps > 0)
 _READS_EVALUATION = Needs(
     "",
@@ -243,7 +250,8 @@ _OF_NEXT_TOKENS: dict[str, Any] = {
 
 
 def _evaluations_for(flag: str) -> Condition:
-    return "eval_dataset eval_ratio", f"{flag}: needs evaluation data; give --eval-dataset or --eval-ratio"
+    needed = f"{flag}: needs evaluation data; give --eval-dataset, --eval-ratio or --eval-generate"
+    return "eval_dataset eval_ratio eval_generate", needed
 
 
 def _beside_mtp(name: str, why: str, value: str = "") -> Condition:
@@ -1388,8 +1396,8 @@ class EvaluationSettings:
     )
     eval_dataset_split: str = _flag(
         "test",
-        "Split of --eval-dataset",
-        Needs("--eval-dataset", lambda config: bool(config.eval_dataset)),
+        "Split of --eval-dataset and --eval-generate",
+        Needs("--eval-dataset or --eval-generate", lambda config: config.eval_dataset or config.eval_generate),
         _READS_EVALUATION,
         metavar="NAME",
         of=_DATA,
@@ -1421,13 +1429,13 @@ class EvaluationSettings:
     )
     early_stopping_patience: int = _flag(
         0,
-        "Stop after N evaluations without a better loss; 0: never",
+        "Stop after N evaluations without a better loss, or score; 0: never",
         least=0,
         requires=_evaluations_for("--early-stopping-patience"),
     )
     early_stopping_threshold: float = _flag(
         0.0,
-        "Decrease of the loss that counts as better",
+        "Decrease of the loss, or increase of the score, that counts as better",
         Needs("--early-stopping-patience", lambda config: config.early_stopping_patience > 0),
         least=0,
     )
@@ -1444,6 +1452,35 @@ class EvaluationSettings:
         ],
         moves=Moves.EXPORT,
     )
+    metric_for_best_model: BestMetric = _flag(
+        "loss",
+        "What decides which evaluation is the best: loss, or the score of --eval-generate (without evaluation data, "
+        "always the score)",
+        type=_metric,
+        choices=get_args(BestMetric),
+        requires=("eval_generate", "--metric-for-best-model score: there is none; give --eval-generate"),
+    )
+    eval_generate: list[str] = _list(
+        "Prompts with their answers, in the forms of --dataset: at each evaluation the model answers, and is scored",
+        _READS_EVALUATION,
+        scope="input",
+        metavar="FILE",
+        of=_DATA,
+    )
+    eval_score: str = _flag(
+        "exact",
+        "Score of an answer: exact (the expected one), calls (its tool calls, as JSON), or a function, module:name",
+        _SCORES,
+        metavar="NAME",
+    )
+    eval_extract: str = _flag(
+        "",
+        "Compare only what this regular expression finds last in both, such as '#### (-?\\d+)': its group, or all",
+        _SCORES,
+        metavar="REGEX",
+        excludes=("eval_score", "--eval-extract and --eval-score {eval_score}: give one of them"),
+    )
+    eval_temperature: float = _flag(0.0, "Temperature at which the answers are sampled; 0: greedy", _SCORES, least=0)
     generate_steps: int = _flag(
         0, "Generate samples for a few prompts every N steps; 0: never", least=0, moves=Moves.NOTHING
     )
@@ -1453,12 +1490,34 @@ class EvaluationSettings:
         moves=Moves.NOTHING,
     )
     generate_max_new_tokens: int = _flag(
-        64, "Longest sample generation, in tokens", _GENERATES, least=1, moves=Moves.NOTHING
+        64,
+        "Longest sample generation, and answer of --eval-generate, in tokens",
+        Needs("--generate-steps or --eval-generate", lambda config: config.generate_steps > 0 or config.eval_generate),
+        least=1,
     )
+
+    def check_evaluation(self) -> None:
+        if self.eval_score not in ("exact", "calls") and not re.fullmatch(r"[\w.]+:\w+", self.eval_score):
+            raise ExpertMeshError(f"--eval-score {self.eval_score}: give exact, calls, or a function, as module:name")
+        try:
+            re.compile(self.eval_extract)
+        except re.error as error:
+            raise ExpertMeshError(f"--eval-extract {self.eval_extract!r}: is no regular expression: {error}") from error
+
+    @property
+    def has_evaluation_data(self) -> bool:
+        """Whether losses are evaluated."""
+        return bool(self.eval_dataset) or self.eval_ratio > 0
 
     @property
     def evaluates(self) -> bool:
-        return bool(self.eval_dataset) or self.eval_ratio > 0
+        return self.has_evaluation_data or bool(self.eval_generate)
+
+    @property
+    def best_by_score(self) -> bool:
+        """Whether the best evaluation is that of the highest score, not of the lowest loss."""
+        asked = self.metric_for_best_model == "score"
+        return asked or (bool(self.eval_generate) and not self.has_evaluation_data)
 
 
 @dataclass

@@ -115,7 +115,8 @@ class TrainConfig(
         """What is wrong with single values, in words; those that are lists of names are put in order."""
         for check in (
             *(self.check_model, self.check_data, self.check_parallelism, self.check_precision, self.check_batch),
-            *(self.check_optimizer, self.check_adapter, self.check_checkpoints, self.check_profile),
+            *(self.check_optimizer, self.check_adapter, self.check_evaluation, self.check_checkpoints),
+            self.check_profile,
         ):
             try:
                 check()

@@ -46,7 +46,7 @@ def training_of(engine: "Engine", data_sets: list[str]) -> Training:
 
 
 def tell_loss(engine: "Engine", name: str, loss: float) -> None:
-    """Have the card tell a loss of the weights as they are."""
+    """Have the card tell a loss, or score, of the weights as they are."""
     engine.results[name] = f"{loss:.4f} at step {engine.step_number:,}"
 
 

@@ -134,14 +134,14 @@ class Meter:
 
 
 def measured(
-    of: Literal["steps", "evaluation"],
+    of: Literal["steps", "evaluation", "answers"],
     known: Any,
     device: torch.device,
     only: Callable[[Metric], bool] = lambda _: True,
     figures: Iterable[str] = (),
     warn: Callable[[str], object] | None = None,
 ) -> dict[str, Any]:
-    """METRICS of an `Interval` or an `Evaluation`, by name. All ranks call it together.
+    """METRICS of an `Interval`, an `Evaluation` or a `Scored`, by name. All ranks call it together.
 
     Args:
         figures: names of those that the loss has given, of which data sets may have metrics.

@@ -66,8 +66,17 @@ class Forecast:
     def total(self) -> float:
         return self.memory.total + self.before + self.beyond
 
-    def of_run(self, config: TrainConfig, num_steps: int) -> "Forecast":
-        """Of a run of so many steps: with the copies that it makes for its training checkpoints, if it does."""
+    def of_run(self, config: TrainConfig, num_steps: int, dense: float = 0.0) -> "Forecast":
+        """Of a run of so many steps: with the copies that it makes for its training checkpoints, if it does.
+
+        Args:
+            dense: bytes of the non-expert parameters, which it keeps gathered while it generates, if it does; the KV
+                cache is not known.
+        """
+        generating = replace(self.memory, activations=0.0, gathered=dense, working=0.0)
+        if num_steps and (config.generate_steps or config.eval_generate) and generating.total > self.memory.total:
+            generated = replace(self, memory=generating, when="generation of answers")
+            return generated.of_run(config, num_steps)
         if not (config.save_steps and config.async_save and num_steps):
             return replace(self, copies=0.0)
         # those of the last step have no activations beside them

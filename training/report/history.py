@@ -187,10 +187,9 @@ class History:
             entropy_L = record.get("router_entropy") or [math.nan] * len(tokens_LE)
             self.load = self.load or ExpertLoad(*tokens_LE.shape)
             self.load.add(Stretch(step, step, np.column_stack([tokens_LE, np.array(entropy_L, float)])))
-        if "generations" in record:
-            shown = [{name: _cut(text) for name, text in s.items()} for s in record["generations"][:MAX_SAMPLES]]
-            not_shown = len(record["generations"]) - len(shown)
-            self.generations.add({"step": step, "samples": shown, "not_shown": not_shown})
+        for samples in (record[key] for key in ("generations", "answers") if key in record):
+            shown = [{name: _cut(text) for name, text in s.items()} for s in samples[:MAX_SAMPLES]]
+            self.generations.add({"step": step, "samples": shown, "not_shown": len(samples) - len(shown)})
         if record.get("dropped_tokens") is not None:
             self.dropped_tokens = (self.dropped_tokens or 0) + record["dropped_tokens"]
         if "warning" in record:

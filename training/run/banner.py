@@ -207,6 +207,7 @@ def data_line(inputs: Inputs, order: DataOrder) -> str:
         f"trained), about {a_step:,.0f} per step{lost_in_words(samples.origins)}"
         + (f", {_plural(samples.num_images, 'image')}" if inputs.images is not None else "")
         + ("" if held_out is None else f"; evaluation on {_plural(len(held_out), noun)}")
+        + ("" if inputs.questions is None else f"; {_plural(len(inputs.questions.prompts), 'prompt')} to answer")
     )
 
 
@@ -222,6 +223,11 @@ def data_sets(inputs: Inputs, config: TrainConfig) -> list[str]:
         )
     if inputs.stream is None:
         lines.append(f"tokenized samples are cached in {samples_cache()}")
+    if inputs.questions is not None and inputs.questions.longest > config.generate_max_new_tokens:
+        lines.append(
+            f"warning: --eval-generate: an expected answer has {inputs.questions.longest:,} tokens, and "
+            f"--generate-max-new-tokens {config.generate_max_new_tokens} cuts the model's off before"
+        )
     origins = list(samples.origins)
     if held_out is not None:
         origins += [origin for origin in held_out.samples.origins if origin not in origins]

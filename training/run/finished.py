@@ -214,7 +214,7 @@ def held_line(output_dir: Path, config: TrainConfig, step: int, best: Best, took
     what = f"{' and '.join(exports)} {'have' if len(exports) > 1 else 'has'} the weights"
     if best.step == 0:
         return f"{what} of the last step, {step}"
-    of_last, of_best = f"of the last step, {step}", f"of the best evaluation (step {best.step}, loss {best.loss:.4f})"
+    of_last, of_best = f"of the last step, {step}", f"of the best evaluation (step {best.step}, {best})"
     if best.step == step:
         return f"{what} {of_last}, and {of_best}"
     held, other, number = (of_best, of_last, step) if took_best else (of_last, of_best, best.step)

@@ -21,6 +21,7 @@ from ...moe.experts.model_layers import moe_layers, moe_shape
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.telling import telling
 from ...sharding.replicas import check_replicas
+from ...sharding.runtime.agreement import wait_for_all
 from ...sharding.runtime.memory import free_on_host
 from ...sharding.runtime.preemption import Stopped, StopRequest, boundary
 from ...sharding.runtime.process import Ranks
@@ -43,15 +44,17 @@ from ..monitoring.nonfinite import NonFiniteGuard
 from ..monitoring.profiling import StepProfiler
 from ..optim.schedule import Schedule, follows_eval_loss, step_scheduler
 from ..start.inputs import Inputs, Prompts
+from ..start.questions import Questions
 from ..start.resume import check_data_order
 from ..steps.evaluate import Best, evaluate
-from ..steps.generate import generate
+from ..steps.generate import Sampling, generate
+from ..steps.scores import SHOWN, Scored
 from ..steps.step import NO_TARGETS
 from ..tasks.task import DataTraits, Task, TaskInputs
 
 T = TypeVar("T")
 
-_EVALUATION, _GENERATIONS = "eval_loss", "generations"
+_EVALUATION, _SCORE, _GENERATIONS = "eval_loss", "eval_score", "generations"
 """What comes between two steps, by its key in metrics.jsonl."""
 
 _QUEUE_SECONDS = 0.1
@@ -180,17 +183,16 @@ def train(run: Run, resume_from: Path | None) -> Trained:
 
 def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> Trained:
     engine, config, log, watchdog = run.engine, run.config, run.log, run.watchdog
-    best, owed = (Best(), []) if resume_from is None else _resume(run, resume_from)
+    best, owed = (_no_best(run), []) if resume_from is None else _resume(run, resume_from)
     assert run.inputs.training is not None
     data = DataTraits.of(run.inputs.training.samples)
     first_step, top_k = engine.step_number, moe_shape(run.model).top_k
     run.model.train()
-    is_untrained = config.eval_on_start and resume_from is None
-    log.begin_after(first_step, [_EVALUATION, _GENERATIONS] if is_untrained else owed)
+    is_untrained = config.eval_on_start and config.evaluates and resume_from is None
+    log.begin_after(first_step, [_EVALUATION, _SCORE, _GENERATIONS] if is_untrained else owed)
     if is_untrained:
-        _evaluate(run, 0, Best())  # never the best, as no checkpoint has it
-        if run.prompts is not None:
-            _generate(run, 0)
+        for name in _can_be_due(run):
+            _make(name, run, 0, _no_best(run))  # never the best, as no checkpoint has it
     stopping = bool(owed) and not _make_up(run, scheduler, best, owed)
     enough = _had_enough(config, best)
     compiled: Compilation | None = None
@@ -223,8 +225,8 @@ def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> Trained:
             if evaluates or saves or _is_due(done, config.logging_steps, run):
                 _log_step(run, meter, done, learning_rate)
             alarms.step(done, result)
-            answers = run.prompts is not None and _is_due(done, config.generate_steps, run)
-            owed = [_EVALUATION] * evaluates + [_GENERATIONS] * answers
+            generates = run.prompts is not None and _is_due(done, config.generate_steps, run)
+            owed = [name for name in _can_be_due(run) if (generates if name == _GENERATIONS else evaluates)]
             eval_loss, is_better, stopping = None, False, result.is_stopping
             if profiler.is_due or saves or owed:
                 # what comes between two steps is no part of either
@@ -261,7 +263,7 @@ def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> Trained:
             log.line(
                 f"stopped early: the last {best.since} evaluation{'s' * (best.since > 1)} not better by "
                 f"{config.early_stopping_threshold:g}; "
-                + (f"the best is {best.loss:.4f}, of step {best.step}" if best.step else "none had a finite loss")
+                + (f"the best is {best.figure:.4f}, of step {best.step}" if best.step else "none had a finite loss")
             )
         _handle(_wait(run), run, not stopping)
     watchdog.at("the end of training", limited=False)
@@ -282,19 +284,32 @@ def _between_steps(
     with suppress(Stopped), stop.cutting():
         for name in due:
             boundary()
-            if name == _EVALUATION:
-                eval_loss, is_better = _evaluate(run, done, best)
-            else:
-                _generate(run, done)
+            loss, found_better = _make(name, run, done, best)
+            eval_loss, is_better = eval_loss if loss is None else loss, is_better or found_better
             owed.remove(name)
     return eval_loss, is_better, owed
+
+
+def _make(name: str, run: Run, done: int, best: Best) -> tuple[float | None, bool]:
+    """What comes between two steps; the loss of an evaluation, and whether it is the best so far."""
+    if name == _EVALUATION:
+        return _evaluate(run, done, best)
+    if name == _SCORE:
+        return None, _answer(run, done, best)
+    _generate(run, done)
+    return None, False
+
+
+def _can_be_due(run: Run) -> list[str]:
+    """What the run is asked to make between steps, in that order."""
+    has = {_EVALUATION: run.inputs.evaluation, _SCORE: run.inputs.questions, _GENERATIONS: run.prompts}
+    return [name for name, asked in has.items() if asked is not None]
 
 
 def _make_up(run: Run, scheduler: Schedule, best: Best, owed: list[str]) -> bool:
     """Make what a signal has cut after the step that the run resumes from, and save that step as one that owes nothing;
     False: cut again."""
-    has = {_EVALUATION: run.inputs.evaluation, _GENERATIONS: run.prompts}
-    due = [name for name in owed if has[name] is not None]
+    due = [name for name in owed if name in _can_be_due(run)]
     with StopRequest() as stop:
         eval_loss, _, owed = _between_steps(run, stop, run.engine.step_number, best, due)
         if not owed:
@@ -319,7 +334,11 @@ def _resume(run: Run, path: Path) -> tuple[Best, list[str]]:
     if run.inputs.stream is not None:
         run.inputs.stream.begin_at(progress.step, place_in(progress.order))
     best = Best(**progress.best)
-    if run.saver is not None and not run.saver.restore_best(path, progress.best) and progress.best:
+    if best.by_score != run.config.best_by_score:
+        if best.step:
+            run.log.line(f"warning: no evaluation is the best yet: that of step {best.step} was by another metric")
+        best = _no_best(run)
+    if run.saver is not None and not run.saver.restore_best(path, best.state()) and best.step:
         run.log.line(f"warning: the checkpoint of the best evaluation (step {best.step}) was deleted")
     run.log.line(f"resumed from {path}, step {progress.step}")
     if progress.step >= run.log.num_steps:
@@ -442,7 +461,7 @@ def _is_due(done: int, every: int, run: Run) -> bool:
 
 
 def _evaluates_at(done: int, run: Run) -> bool:
-    return run.inputs.evaluation is not None and _is_due(done, run.config.eval_steps or run.order.steps_per_epoch, run)
+    return run.config.evaluates and _is_due(done, run.config.eval_steps or run.order.steps_per_epoch, run)
 
 
 def _saves_at(done: int, run: Run) -> bool:
@@ -463,6 +482,11 @@ def _write_profile(run: Run, profiler: StepProfiler) -> None:
     profiler.finish()
 
 
+def _no_best(run: Run) -> Best:
+    """Before the first evaluation."""
+    return Best(by_score=run.config.best_by_score)
+
+
 def _evaluate(run: Run, done: int, best: Best) -> tuple[float, bool]:
     """The evaluation's loss, and whether it is the best so far."""
     assert run.inputs.evaluation is not None
@@ -474,20 +498,64 @@ def _evaluate(run: Run, done: int, best: Best) -> tuple[float, bool]:
     how = config.per_device_eval_batch_size, run.engine.mesh, run.padding
     evaluation = evaluate(run.model, rows, *how, objective, inputs_of)
     tell_loss(run.engine, "evaluation loss", evaluation.loss)
-    is_better = best.update(evaluation.loss, done, config.early_stopping_threshold)
+    is_better = not best.by_score and best.update(evaluation.loss, done, config.early_stopping_threshold)
     of_evaluation = measured("evaluation", evaluation, run.ranks.device, figures=evaluation.figures, warn=run.log.warn)
     figures = {"step": done} | of_evaluation
-    compared = best.compared(done, config.early_stopping_patience) if done else "before training"
     found = str(evaluation)
     if evaluation.figures:
         found = ", ".join([f"eval loss {evaluation.loss:.4f}", *told_of(figures, verbose=True)])
-    run.log.event(figures, f"step {done}: {found}; {compared}")
+    run.log.event(figures, f"step {done}: {found}{'' if best.by_score else _compared(run, best, done)}")
     if not math.isfinite(evaluation.loss):
         why = "" if evaluation.targets else f" ({NO_TARGETS})"
         run.log.line(
             f"warning: step {done}: the evaluation loss is {evaluation.loss}{why}, which counts as worse than any other"
         )
     return evaluation.loss, is_better
+
+
+def _compared(run: Run, best: Best, done: int) -> str:
+    """An evaluation beside the best so far, to follow its figures."""
+    return f"; {best.compared(done, run.config.early_stopping_patience) if done else 'before training'}"
+
+
+def _answer(run: Run, done: int, best: Best) -> bool:
+    """Have the model answer --eval-generate, and score it; whether that is the best evaluation so far."""
+    questions, config = run.inputs.questions, run.config
+    assert questions is not None
+    run.watchdog.at("answers to --eval-generate")
+    begun = time.perf_counter()
+    ends = run.engine.end_tokens(questions.tokenizer)
+    how = config.generate_max_new_tokens, ends, run.ranks, config.per_device_eval_batch_size
+    sampling = Sampling(config.eval_temperature, f"{config.seed} {done}") if config.eval_temperature else None
+    answers = generate(run.model, questions.prompts, *how, sampling)
+    score, problem = _scored(run, questions, answers)
+    unended = sum(answer[-1] not in ends for answer in answers)
+    shown = questions.shown(answers, SHOWN)
+    seconds = round(time.perf_counter() - begun, 3)
+    scored = Scored(score, len(answers), unended, seconds, shown)
+    tell_loss(run.engine, "evaluation score", score)
+    is_better = best.by_score and best.update(-score, done, config.early_stopping_threshold)
+    figures = {"step": done} | measured("answers", scored, run.ranks.device, warn=run.log.warn)
+    figures |= {"answers": scored.shown, "generate_seconds": seconds}
+    run.log.event(figures, f"step {done}: {scored}{_compared(run, best, done) if best.by_score else ''}")
+    if problem:
+        run.log.line(f"warning: step {done}: --eval-score {config.eval_score}: {problem}; there is no score")
+    return is_better
+
+
+def _scored(run: Run, questions: Questions, answers: Sequence[Sequence[int]]) -> tuple[float, str]:
+    """The mean score, the same on all ranks, and why it is NaN: a function of the user's own has failed."""
+    found: list[Any] = [(math.nan, "")]
+    run.watchdog.at("the scores of answers", limited=False)
+    if run.ranks.rank == 0:
+        try:
+            found = [(questions.score_of(answers), "")]
+        except Exception as error:  # of another's code
+            found = [(math.nan, f"{type(error).__name__}: {error}")]
+    wait_for_all(run.ranks)
+    dist.broadcast_object_list(found, src=0)
+    score, problem = found[0]
+    return score, problem
 
 
 def _generate(run: Run, done: int) -> None:
@@ -537,8 +605,9 @@ def _load_best(run: Run, best: Best) -> bool:
             f"warning: the best evaluation (step {best.step}) has no checkpoint; the run keeps the last weights"
         )
     else:
-        run.engine.results = {"weights": f"of step {best.step:,}, whose evaluation loss is the lowest: {best.loss:.4f}"}
-        run.log.line(f"loaded the best weights from {path}, eval loss {best.loss:.4f}")
+        is_best = "score is the highest" if best.by_score else "loss is the lowest"
+        run.engine.results = {"weights": f"of step {best.step:,}, whose evaluation {is_best}: {best.figure:.4f}"}
+        run.log.line(f"loaded the best weights from {path}, eval {best}")
     return path is not None
 
 

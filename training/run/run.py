@@ -205,7 +205,7 @@ def check_steps(config: TrainConfig, num_steps: int, ranks: Ranks) -> None:
     Raises:
         ExpertMeshError: something is asked for that so many steps cannot do.
     """
-    check_schedule(config, num_steps, config.evaluates)
+    check_schedule(config, num_steps, config.has_evaluation_data)
     check_profile(config, num_steps, ranks.world_size)
 
 
@@ -213,7 +213,9 @@ def forecast_memory(engine: Engine, inputs: Inputs, watchdog: Watchdog, num_step
     """What a rank will hold in so many steps."""
     watchdog.at("forecasting the memory", limited=False)
     known = (engine.source, engine.topology, engine.kernel, engine.config, inputs, engine.ranks, engine.padding)
-    return forecast_rank(*known).of_run(engine.config, num_steps)
+    # in the compute dtype, of one stage
+    dense = (engine.counts.total - engine.counts.experts) * (2 if engine.config.bf16 else 4) / engine.topology.pp_size
+    return forecast_rank(*known).of_run(engine.config, num_steps, dense)
 
 
 def prepare(config: TrainConfig, ranks: Ranks, watchdog: Watchdog) -> None:

@@ -23,7 +23,7 @@ from ...sharding.runtime.process import Ranks, device_type, raise_together
 from ..config.train_config import TrainConfig
 from ..data.digest import explain_samples, samples_facts
 from ..data.pictures import ImageProcessor
-from .fingerprints import Facts
+from .fingerprints import QUESTIONS, Facts
 from .inputs import Inputs, Prompts, added_tokens
 
 _PACKAGES = ("torch", "transformers")
@@ -102,15 +102,16 @@ def compare_data(inputs: Inputs, prompts: Prompts | None, num_steps: int, ranks:
             for name, rows in (("data", inputs.training), ("evaluation data", inputs.evaluation)):
                 if rows is not None:
                     facts[name] = samples_facts(rows.samples)
+            if inputs.questions is not None:
+                facts[QUESTIONS] = samples_facts(inputs.questions.samples)
             if inputs.stream is not None:
                 facts["data"] = inputs.stream.facts | facts["data"]
             if inputs.images is not None:
                 facts["image processor"] = processor_facts(inputs.images)
     remedy = "give all nodes the same files, in the same order"
-    for name in ("data", "evaluation data"):
+    for name, origin in (("data", "--dataset"), ("evaluation data", "the evaluation"), (QUESTIONS, "--eval-generate")):
         mine = facts.get(name, {}) if _reads() else None
-        what = f"the samples of {'--dataset' if name == 'data' else 'the evaluation'}"
-        check_alike(ranks, what, mine, remedy, explain_samples)
+        check_alike(ranks, f"the samples of {origin}", mine, remedy, explain_samples)
     if inputs.images is not None:
         mine = None
         if _reads():  # which versions a resumed run has is not compared, as of other libraries

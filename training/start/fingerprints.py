@@ -17,7 +17,9 @@ from ..config.train_config import DEFAULTS, MOVES, NEEDS, SETTINGS, TrainConfig,
 
 Facts = dict[str, dict[str, str]]
 """Facts of what a run has read, each by name: of "model", "data" and, where there are any, "evaluation data",
-"teacher", "adapter" (that of --init-adapter), "tokens" (those that the run adds) and "image processor"."""
+"teacher", "adapter" (that of --init-adapter), "tokens" (those that the run adds), "image processor" and QUESTIONS."""
+QUESTIONS = "questions"
+"""Those of --eval-generate."""
 _OF_DATA = ("data", "evaluation data")
 
 

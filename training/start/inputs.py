@@ -26,6 +26,7 @@ from ..data.samples import DataOptions, Sample, Samples, check_fast, hold_out, l
 from ..data.sequences import Rows, make_rows
 from ..data.stream import Stream
 from ..data.templates import at_date, reads_clock
+from .questions import Questions, read_questions
 
 _NUM_PROMPTS = 3
 _NAMED = 10
@@ -39,7 +40,7 @@ class Inputs:
     stream: what the data to train on are read from while they are, of which `training` is then the first window.
     template_date: the date that the template writes as today's; empty: it reads no clock.
     saved_tokenizer: the tokenizer to be saved with the model, where it is not the source's own.
-    images: what reads the images of samples; None: they have none.
+    images: what reads the images of samples; None: they have none. questions: see `read_questions`.
     """
 
     tokenizer: Any
@@ -50,6 +51,7 @@ class Inputs:
     stream: Stream | None = None
     template_date: str = ""
     images: ImageProcessor | None = None
+    questions: Questions | None = None
 
 
 Check = Callable[[TrainConfig, Samples, Samples | None], object]
@@ -94,8 +96,11 @@ def _read(config: TrainConfig, source: ModelSource, check: Check, date: str, tel
     if not config.dataset:
         saved = tokenizer if config.has_own_tokenizer else None
         return Inputs(tokenizer, saved, template, None, None, template_date=date)
-    training, evaluation, stream = _read_samples(replace(config, template_date=date), tokenizer, checks, images)
+    dated = replace(config, template_date=date)
+    training, evaluation, stream = _read_samples(dated, tokenizer, checks, images)
     check(config, training, evaluation)
+    positions = getattr(source.text_config, "max_position_embeddings", None)
+    questions = read_questions(config, tokenizer, data_options(dated), checks, positions)
     if images is not None and (unseen := _without_images(training, evaluation)):
         if stream is None:
             raise ExpertMeshError(f"--images: {unseen}; leave --images out to train on text")
@@ -113,7 +118,7 @@ def _read(config: TrainConfig, source: ModelSource, check: Check, date: str, tel
     saved = tokenizer if config.has_own_tokenizer or tokenizer.chat_template != own_template else None
     rows = stream.first.rows if stream else make_rows(training, config.packing, config.max_seq_length, config.seed)
     held_out = None if evaluation is None else make_rows(evaluation, False, config.max_seq_length, config.seed)
-    return Inputs(tokenizer, saved, template, rows, held_out, stream, date, images)
+    return Inputs(tokenizer, saved, template, rows, held_out, stream, date, images, questions)
 
 
 def data_options(config: TrainConfig, images: ImageProcessor | None = None) -> DataOptions:
@@ -241,10 +246,11 @@ def _check_names_of_parts(config: TrainConfig) -> None:
         ExpertMeshError: a split or configuration is named, and none of the data have any.
     """
     training, evaluation = ("--dataset", config.dataset), ("--eval-dataset", config.eval_dataset)
+    questions = ("--eval-generate", config.eval_generate)
     for name, part, of in (
         ("dataset_split", "split", [training]),
-        ("eval_dataset_split", "split", [evaluation]),
-        ("dataset_config", "config", [training, evaluation]),
+        ("eval_dataset_split", "split", [evaluation, questions]),
+        ("dataset_config", "config", [training, evaluation, questions]),
     ):
         given = getattr(config, name)
         # datasets calls data without splits so

@@ -23,7 +23,7 @@ from ..config.moves import Moves
 from ..config.optimizers import OPTIMIZERS
 from ..config.train_config import TrainConfig, as_flag
 from ..data.digest import explain_samples
-from .fingerprints import Facts, changed_settings, recorded_config
+from .fingerprints import QUESTIONS, Facts, changed_settings, recorded_config
 
 _PROCESSOR = "image processor"
 Tell = Callable[[str], object]
@@ -238,6 +238,8 @@ def _compared(
     origin = getattr(began, "init_adapter" if name == "adapter" else name if is_model else "dataset") or "none"
     if name == "evaluation data":  # held out of the other where it has no data set of its own
         origin = began.eval_dataset or origin
+    if name == QUESTIONS:
+        origin = began.eval_generate
     other = f"another {name}" if is_model else f"other {name}"
     return _Difference(f"is of {other} (it began with {origin}): {said}", "model" if is_model else "data", name, said)
 

@@ -193,11 +193,23 @@ def _in_lots(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
 
 @dataclass
 class Best:
-    """The best evaluation so far, and how many in a row were not better by the threshold."""
+    """The best evaluation so far, and how many in a row were not better by the threshold.
+
+    loss: of `by_score`, the negative of the score, which is the better the higher it is.
+    """
 
     loss: float = math.inf
     step: int = 0
     since: int = 0
+    by_score: bool = False
+
+    def __str__(self) -> str:
+        return f"{'score' if self.by_score else 'loss'} {self.figure:.4f}"
+
+    @property
+    def figure(self) -> float:
+        """The loss, or the score."""
+        return -self.loss if self.by_score else self.loss
 
     def update(self, loss: float, step: int, threshold: float) -> bool:
         """Whether this one is the best. One that is better by no more than `threshold` counts as best, but not against
@@ -217,15 +229,16 @@ class Best:
         if self.step == 0:
             best = "none was finite so far"
         else:
-            best = "best so far" if self.step == step else f"best {self.loss:.4f} at step {self.step}"
+            best = "best so far" if self.step == step else f"best {self.figure:.4f} at step {self.step}"
         if patience == 0:
             return best
         return f"{best}; patience {max(patience - self.since, 0)} of {patience} left"
 
     def state(self) -> dict[str, float]:
         """For a checkpoint; `Best(**state)` brings it back."""
-        # JSON has no infinity
-        return {} if math.isinf(self.loss) else asdict(self)
+        if math.isinf(self.loss):  # which JSON does not have
+            return {}
+        return {name: value for name, value in asdict(self).items() if name != "by_score" or value}
 
 
 @contextmanager

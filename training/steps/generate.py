@@ -1,35 +1,55 @@
-"""Sample generations from the sharded model: greedy, by transformers' own `generate`, on all ranks together.
+"""Text from the sharded model: greedy or sampled, by transformers' own `generate`, on all ranks together.
 
-Shape suffixes: B prompts on this rank, S positions.
+Shape suffixes: B prompts of a batch on this rank, S positions, V vocabulary.
 """
 
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import count
+from random import Random
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessor
 
 from ...moe.util.errors import ExpertMeshError
+from ...sharding.parallelize.parallelize import keeping_dense
 from ...sharding.pipeline.pipeline import pipeline_of
 from ...sharding.runtime.preemption import boundary
 from ...sharding.runtime.process import Ranks
+from ..data.sequences import share_out
 from .evaluate import inference
 from .pipelined import through_stages
 
 
-def generate(
-    model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos_token_ids: Sequence[int], ranks: Ranks
-) -> list[list[int]]:
-    """The model's greedy continuation of each prompt, the same on every rank. All ranks call it together.
+@dataclass(frozen=True)
+class Sampling:
+    """How next tokens are drawn: from softmax(logits / temperature), by `seed` and the number of the prompt alone, so
+    that answers are the same for every parallel layout."""
 
-    The prompts are distributed over the ranks. It ends when every continuation has, on every rank: the experts of one
-    rank compute the others' tokens until then. Training continues as if nothing had happened: in the same mode, with
-    the same random numbers, gradients and weights. Call it where no forward waits for its backward.
+    temperature: float
+    seed: str
+
+
+def generate(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    eos_token_ids: Sequence[int],
+    ranks: Ranks,
+    per_device: int | None = None,
+    sampling: Sampling | None = None,
+) -> list[list[int]]:
+    """The model's continuation of each prompt, the same on every rank. All ranks call it together.
+
+    The prompts are distributed over the ranks. A batch ends when each of its continuations has, on every rank: the
+    experts of one rank compute the others' tokens until then. Non-expert parameters are gathered once for all of them.
+    Training continues as if nothing had happened: in the same mode, with the same random numbers, gradients and
+    weights. Call it where no forward waits for its backward.
 
     Args:
         model: sharded.
@@ -37,6 +57,8 @@ def generate(
             its continuation, the end is kept.
         max_new_tokens: of each continuation.
         eos_token_ids: each ends a continuation and is its last token; none lets all run to max_new_tokens.
+        per_device: prompts of a batch, on each rank, of which those of like length share one; None: all.
+        sampling: None: the likeliest token is taken.
 
     Returns:
         Token ids of the continuations, in the order of the prompts.
@@ -50,14 +72,11 @@ def generate(
         raise ExpertMeshError("a prompt has no token; give a longer prompt, or a tokenizer with a BOS token")
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     longest = max(positions - max_new_tokens, 1)
-    # a rank without a prompt of its own takes part with the first one, which ends when it ends elsewhere
     pipeline = pipeline_of(model)
     # the ranks of a pipeline have the same ones, and so have those of a tensor-parallel group
     ranks_per_stage = ranks.world_size if pipeline is None else pipeline.groups.topology.ranks_per_stage
     tp_size = model.tensor_parallel.group.size if hasattr(model, "tensor_parallel") else 1
     readers, reader = ranks_per_stage // tp_size, ranks.rank % ranks_per_stage // tp_size
-    mine = [prompt[-longest:] for prompt in prompts[reader::readers] or prompts[:1]]
-    tokens_BS, attention_mask_BS = (t.to(ranks.device) for t in _pad_left(mine))
     settings = GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=False,
@@ -66,15 +85,54 @@ def generate(
         # a KV cache tells its length by the first layer, which other stages have not
         use_cache=pipeline is None,
     )
+    order = list(range(len(prompts)))
+    if per_device is not None:
+        order.sort(key=lambda number: -min(len(prompts[number]), longest))
+    mine, of_first = (share_out(order, readers, per_device or len(prompts), number) for number in (reader, 0))
+    found: dict[int, list[int]] = {}
     stages = nullcontext() if pipeline is None else through_stages(model, pipeline)
-    with inference(model), _generation_config(model, settings), stages, _cut_between_tokens(model):
-        out_BS = model.generate(
-            tokens_BS, attention_mask=attention_mask_BS, generation_config=settings, synced_gpus=ranks.world_size > 1
-        )
-    continued = [_until_end(row, eos_token_ids) for row in out_BS[:, tokens_BS.shape[1] :].tolist()]
-    everyone: list[list[list[int]]] = [[] for _ in range(ranks.world_size)]
-    dist.all_gather_object(everyone, continued)
-    return [everyone[i % readers * tp_size][i // readers] for i in range(len(prompts))]
+    with (
+        inference(model),
+        keeping_dense(model),
+        _generation_config(model, settings),
+        stages,
+        _cut_between_tokens(model),
+    ):
+        for numbers, others in zip(mine, of_first, strict=True):
+            # a rank without a prompt of its own takes part with the first one, which ends when it ends elsewhere
+            taken = numbers or others[:1]
+            tokens_BS, mask_BS = (
+                t.to(ranks.device) for t in _pad_left([prompts[number][-longest:] for number in taken])
+            )
+            out_BS = model.generate(
+                tokens_BS,
+                attention_mask=mask_BS,
+                generation_config=settings,
+                logits_processor=[] if sampling is None else [_Drawn(sampling, taken)],
+                synced_gpus=ranks.world_size > 1,
+            )
+            continued = out_BS[:, tokens_BS.shape[1] :].tolist()
+            found |= {n: _until_end(row, eos_token_ids) for n, row in zip(numbers, continued, strict=False)}
+    everyone: list[dict[int, list[int]]] = [{} for _ in range(ranks.world_size)]
+    dist.all_gather_object(everyone, found)
+    answers = {number: answer for own in everyone for number, answer in own.items()}
+    return [answers[number] for number in range(len(prompts))]
+
+
+class _Drawn(LogitsProcessor):
+    """Leaves of each prompt's logits the one token that is drawn, which greedy generation then takes."""
+
+    def __init__(self, sampling: Sampling, numbers: Sequence[int]):
+        self.temperature = sampling.temperature
+        self.draws = [Random(f"{sampling.seed} {number}") for number in numbers]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """The inverse of the cumulative distribution, in fp64, at a number in [0, 1) for each prompt."""
+        below_BV = (scores.double() / self.temperature).softmax(dim=-1).cumsum(dim=-1)
+        drawn_B1 = torch.tensor([[draw.random()] for draw in self.draws], dtype=torch.float64, device=scores.device)
+        token_B1 = torch.searchsorted(below_BV, drawn_B1 * below_BV[:, -1:], right=True)
+        token_B1 = token_B1.clamp(max=scores.shape[1] - 1)
+        return torch.full_like(scores, -torch.inf).scatter_(1, token_B1, 0.0)
 
 
 def _pad_left(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
