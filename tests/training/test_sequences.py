@@ -9,9 +9,9 @@ from transformers import AutoTokenizer
 
 from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.preview import print_preview
-from expertmesh.training.data.samples import DataOptions, _lines
 from expertmesh.training.data.sequences import DataOrder, make_rows, pack
-from expertmesh.training.data.truncation import Tokenized
+from expertmesh.training.data.tokenizing import _line
+from expertmesh.training.data.truncation import Tokenized, cut_to_length
 from tests.training.test_data import load, write
 
 
@@ -135,7 +135,7 @@ def test_group_by_length(seed: int) -> None:
 def test_targets_are_what_a_token_comes_before() -> None:
     """Nothing predicts the first token, and what is cut off is no target."""
     texts = [Tokenized([5, 6, 7], [True, False, True], {7}), Tokenized([5, 6, 7, 8], [True] * 4, {8})]
-    lines = [line for text in texts for line in _lines(text, (), DataOptions(3), {7, 8})]
+    lines = [_line(part, {7, 8}, False) for text in texts for part in cut_to_length(text, "right", 3)]
     assert [line["num_targets"] for line in lines] == [1, 2]
     assert [line["length"] for line in lines] == [3, 3]
     assert [line["is_cut"] for line in lines] == [False, True]

@@ -17,9 +17,11 @@ from expertmesh.training.data.formats import Conversation
 from expertmesh.training.data.pairs import PAIRS
 from expertmesh.training.data.preview import describe_origin, warnings_of
 from expertmesh.training.data.record_kinds import PIECES, SPLIT_TURNS
-from expertmesh.training.data.samples import DataOptions, Samples, hold_out, load_samples
+from expertmesh.training.data.sample_cache import load_samples
+from expertmesh.training.data.samples import Samples, hold_out
 from expertmesh.training.data.sequences import DataOrder, make_rows
 from expertmesh.training.data.stream import Stream
+from expertmesh.training.data.tokenizing import DataOptions
 from expertmesh.training.data.truncation import (
     Calls,
     Tokenized,

@@ -9,7 +9,8 @@ from rich.text import Text
 
 from .lengths import lines_of_lengths
 from .pictures import Picture
-from .samples import Noted, Origin, Sample, Samples, left_out
+from .sample_cache import left_out
+from .samples import Noted, Origin, Sample, Samples
 from .sequences import DataOrder, Rows
 from .truncation import length_that_keeps
 

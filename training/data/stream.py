@@ -18,8 +18,9 @@ import torch
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.terminal import folded
 from .data_files import RowSource
-from .samples import DataOptions, left_out, records_of, samples_in_memory
+from .sample_cache import left_out, samples_in_memory
 from .sequences import Rows, make_rows
+from .tokenizing import DataOptions, records_of
 
 _STATES = 8
 """So many steps' are kept: batches are made up to three steps ahead."""

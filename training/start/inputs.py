@@ -22,10 +22,12 @@ from ..data.data_files import RowSource, named_parts, open_files, parse_datasets
 from ..data.formats import Columns
 from ..data.pictures import COLUMNS, MORE_COLUMNS, PLACES, ImageProcessor
 from ..data.record_kinds import RecordKind
-from ..data.samples import DataOptions, Sample, Samples, check_fast, hold_out, load_samples, prompt_tokens
+from ..data.sample_cache import check_fast, load_samples
+from ..data.samples import Sample, Samples, hold_out
 from ..data.sequences import Rows, make_rows
 from ..data.stream import Stream
 from ..data.templates import at_date, reads_clock
+from ..data.tokenizing import DataOptions, prompt_tokens
 
 _NUM_PROMPTS = 3
 _NAMED = 10
