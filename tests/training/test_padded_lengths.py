@@ -71,7 +71,9 @@ def _compare() -> None:
 def test_on_a_gpu_lengths_are_rounded_up_where_sdpa_attends() -> None:
     def of(device: str, changes: dict[str, Any] | None = None, **settings: Any) -> BatchMaker:
         flags, model_config = config(**settings), tiny_config(**(changes or {}))
-        model = build_model(model_config, choose_attention(flags.attn_implementation, flags.packing, model_config))
+        model = build_model(
+            model_config, choose_attention(flags.attn_implementation, bool(flags.packing), model_config)
+        )
         return batch_maker_of(model, flags, device)
 
     assert of("cuda") == BatchMaker(128, 512)

@@ -12,7 +12,7 @@ from ...sharding.pipeline.schedule import ScheduleName
 from ...sharding.topology import DenseShard
 from ..data.chat import TrainOn
 from ..data.data_files import SampleBy
-from ..data.truncation import Truncation
+from ..data.truncation import Packing, Truncation
 from .settings import (
     Adapter,
     AdapterFormat,
@@ -67,7 +67,7 @@ class LoadSettings(TypedDict, total=False):
     max_seq_length: int
     truncation: Truncation
     skip_bad_records: int
-    packing: bool
+    packing: Packing
     group_by_length: bool
     streaming: bool
     shuffle_buffer: int

@@ -22,7 +22,7 @@ from ...sharding.topology import DenseShard
 from ..data.chat import TrainOn
 from ..data.data_files import SampleBy
 from ..data.templates import BUILT_IN
-from ..data.truncation import Truncation
+from ..data.truncation import WRAPPED, Packing, Truncation
 from .moves import Moves
 from .optimizers import ADAMW_FUSED, OPTIMIZERS, OptimizerEntry, optimizers_in_words
 from .other_tools import Others
@@ -267,6 +267,10 @@ def _beside_images(name: str, why: str, value: str = "") -> Excludes:
     return name, f"--images: does not work with {flag_of(name)}{value}: {why}; leave out one of them"
 
 
+def _beside_wrapped(excluded: Callable[[Any], Any], why: str) -> Excludes:
+    return lambda config: config.packing == WRAPPED and excluded(config), f"--packing wrapped: {why}"
+
+
 IMAGE_PARTS = ("tower", "projector")
 """Of what images pass, in the order that they pass them."""
 _MAY_CHANGE = ("model", "data", "objective")
@@ -376,7 +380,8 @@ class DataSettings:
         "--truncation left": "truncation=keep_end",
         "--truncation drop": "truncation=delete",
         "--truncation error": "truncation=raise",
-        "--truncation split --packing": "packing_strategy=bfd_split packing_strategy=wrapped",
+        "--truncation split --packing": "packing_strategy=bfd_split",
+        "--packing wrapped": "packing_strategy=wrapped",
         "packing": "sample_packing neat_packing padding_free",
         "streaming": "dataset_streaming",
         "shuffle_buffer": "buffer_size shuffle_buffer_size",
@@ -520,11 +525,26 @@ class DataSettings:
         excludes=("images", "--skip-bad-records: does not work with --images; mend the records, or leave them out"),
         is_later=True,
     )
-    packing: bool = _flag(
+    packing: Packing = _flag(
         False,
-        "Pack several samples into one sequence, each with its own positions and attention",
+        "Pack several samples into one sequence, each with its own positions and attention; wrapped: plain text alone, "
+        "which goes on in the next sequence where one is full",
         of=_PROCESS,
         moves=Moves.BATCHES,
+        excludes=[
+            _beside_wrapped(lambda config: config.truncation != "right", "cuts texts; leave --truncation out"),
+            _beside_wrapped(lambda config: config.split_turns, "cuts plain text; leave --split-turns out"),
+            _beside_wrapped(
+                lambda config: not config.task_entry.records.in_pieces,
+                "cuts plain text, which --task {task} does not train on; give --packing",
+            ),
+            _beside_wrapped(lambda config: config.images, "cuts plain text; give --packing with --images"),
+            _beside_wrapped(lambda config: config.teacher, "cuts samples; give --packing with --teacher"),
+            _beside_wrapped(
+                lambda config: config.loss_average == "sample",
+                "cuts samples; give --packing with --loss-average sample",
+            ),
+        ],
     )
     group_by_length: bool = _flag(
         False,
@@ -580,6 +600,11 @@ class DataSettings:
         moves=Moves.NOTHING,
         in_plans=True,
     )
+
+    @property
+    def splits_texts(self) -> bool:
+        """Whether plain text that is too long becomes several samples."""
+        return self.truncation == "split" or self.packing == WRAPPED
 
     @property
     def ends_after_data(self) -> bool:

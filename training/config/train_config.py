@@ -21,7 +21,7 @@ from ...moe.util.errors import ExpertMeshError, SeveralMistakes, problems_of
 from ...moe.util.parser import flag_of, unknown_name
 from ...sharding.parallelize.choices import Strategy
 from ...sharding.topology import Topology
-from .flags import LIMITS, FlagParser, default_of, of_class
+from .flags import LIMITS, FlagParser, default_of, is_switch, of_class
 from .moves import Moves
 from .settings import (
     ENGINE,
@@ -779,8 +779,8 @@ def words_of(parser: FlagParser, key: str, value: Any, given: dict[str, str]) ->
         raise ExpertMeshError(f"{key} is a list; give one value")
     if isinstance(value, list) and None in value:
         raise ExpertMeshError(f"{key} has an empty entry (null); leave it out, or write its text in quotes")
-    is_switch = SETTINGS[name].type is bool or "bool" in SETTINGS[name].metadata.get("also", ())
-    if not is_switch and any(isinstance(each, bool) for each in (value if isinstance(value, list) else [value])):
+    takes_bool = is_switch(SETTINGS[name]) or "bool" in SETTINGS[name].metadata.get("also", ())
+    if not takes_bool and any(isinstance(each, bool) for each in (value if isinstance(value, list) else [value])):
         raise ExpertMeshError(f"{key} is {value}, as a switch is; give text or a number")
     if isinstance(value, list):
         words = _with_values(name, value)

@@ -283,21 +283,22 @@ def collate(
         loss_inputs: for a loss of log-probabilities.
         is_weighted: whether it gets the samples' weights beside them.
     """
-    lengths = [[len(sample.tokens) for sample in row] for row in rows]
+    lengths = [[sample.length for sample in row] for row in rows]
     tokens_BS = torch.zeros(max(len(rows), 1), max(map(sum, lengths), default=1), dtype=torch.int64)
     targets_BS = torch.full_like(tokens_BS, IGNORED)
     weights_BS = torch.ones(tokens_BS.shape if is_weighted else 0)
     for index, row in enumerate(rows):
         start = 0
         for sample in row:
-            end = start + len(sample.tokens)
+            end = start + sample.length
             tokens = torch.tensor(sample.tokens, dtype=torch.int64)
             trained = torch.tensor(sample.is_trained, dtype=torch.bool)
-            tokens_BS[index, start:end] = tokens
-            # position i predicts token i + 1; the last one of a sample predicts nothing
-            targets_BS[index, start : max(end - 1, start)] = torch.where(trained[1:], tokens[1:], IGNORED)
+            tokens_BS[index, start:end] = tokens[: sample.length]
+            # position i predicts token i + 1; the last one of a sample predicts nothing but a token beyond the sequence
+            predicting = slice(start, start + max(len(sample.tokens) - 1, 0))
+            targets_BS[index, predicting] = torch.where(trained[1:], tokens[1:], IGNORED)
             if sample.weights is not None:
-                weights_BS[index, start : max(end - 1, start)] = torch.tensor(sample.weights[1:])
+                weights_BS[index, predicting] = torch.tensor(sample.weights[1:])
             start = end
     if is_weighted:
         loss_inputs = replace(loss_inputs or LossInputs(), by_target_BS={WEIGHT: weights_BS})

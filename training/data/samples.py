@@ -22,12 +22,19 @@ SAMPLES_AT_ONCE = 1000
 @dataclass(frozen=True)
 class Sample:
     """tokens, and for each whether it is trained on, that is, whether it is a target of the token before it; and the
-    weight of its loss, where one is not 1. images: in their order."""
+    weight of its loss, where one is not 1. images: in their order. beyond: whether the last token is not in the
+    sequence, but only a target of the one before it."""
 
     tokens: list[int]
     is_trained: list[bool]
     weights: list[float] | None = None
     images: Sequence[Picture] = ()
+    beyond: bool = False
+
+    @property
+    def length(self) -> int:
+        """Positions in its sequence."""
+        return len(self.tokens) - self.beyond
 
     @classmethod
     def of_prompt(cls, tokens: list[int], prompt_length: int) -> "Sample":

@@ -21,6 +21,7 @@ from .data_files import RowSource
 from .sample_cache import left_out, samples_in_memory
 from .sequences import Rows, make_rows
 from .tokenizing import DataOptions, records_of
+from .truncation import Packing
 
 _STATES = 8
 """So many steps' are kept: batches are made up to three steps ahead."""
@@ -94,7 +95,7 @@ class Stream:
         files: Sequence[RowSource],
         tokenizer: Any,
         options: DataOptions,
-        packing: bool,
+        packing: Packing,
         size: int,
         seed: int,
     ):

@@ -3,11 +3,14 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from .pictures import Picture
 
 Truncation = Literal["right", "left", "drop", "split", "error"]
+WRAPPED: Final = "wrapped"
+Packing = bool | Literal["wrapped"]
+"""Whether sequences hold several samples; wrapped: texts go on in the next sequence where one is full."""
 Range = tuple[int, int]
 """(begin, end) of tokens."""
 

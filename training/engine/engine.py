@@ -519,7 +519,7 @@ class Engine:
             raise ExpertMeshError(
                 f"a batch is a {type(given).__name__}; it must be a dict of input_ids, labels and attention_mask"
             )
-        batch = batch_of(given, self.config.packing, self.mesh.cp_group, self.batch_maker, for_loss)
+        batch = batch_of(given, bool(self.config.packing), self.mesh.cp_group, self.batch_maker, for_loss)
         size = self.model.config.get_text_config().vocab_size
         targets = batch.targets_BS[batch.targets_BS != IGNORED]
         for name, ids in (("input_ids", batch.tokens_BS), ("labels", targets)):

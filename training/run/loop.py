@@ -30,6 +30,7 @@ from ..config.train_config import TrainConfig
 from ..data.batch import Batch, BatchMaker, collate, collate_rows
 from ..data.sequences import DataOrder, Rows, share_out
 from ..data.stream import Stream, place_in
+from ..data.truncation import WRAPPED
 from ..engine.engine import Engine
 from ..engine.model_card import tell_left_out, tell_loss
 from ..metrics import told_of
@@ -137,7 +138,7 @@ def order_facts(config: TrainConfig, rows: Rows, order: DataOrder) -> dict[str, 
         "tokens": int(rows.lengths.sum()),
         "global_batch_size": order.global_batch_size,
         "seed": order.seed,
-        "packing": int(config.packing),
+        "packing": (False, True, WRAPPED).index(config.packing),
         "group_by_length": int(config.group_by_length),
         "shuffle_buffer": config.shuffle_buffer if config.streaming else 0,
     }

@@ -28,6 +28,7 @@ from ..data.sequences import Rows, make_rows
 from ..data.stream import Stream
 from ..data.templates import at_date, reads_clock
 from ..data.tokenizing import DataOptions, prompt_tokens
+from ..data.truncation import WRAPPED
 
 _NUM_PROMPTS = 3
 _NAMED = 10
@@ -141,14 +142,14 @@ def data_options(config: TrainConfig, images: ImageProcessor | None = None) -> D
         _kind_of_records(config),
         images,
         config.prepare_only,
-        config.truncation,
+        "split" if config.splits_texts else config.truncation,
         config.skip_bad_records,
     )
 
 
 def _kind_of_records(config: TrainConfig) -> RecordKind:
     records = config.task_entry.records
-    if config.truncation == "split":
+    if config.splits_texts:
         return records.in_pieces or records
     return (config.split_turns and records.by_turns) or records
 
@@ -158,6 +159,7 @@ def _read_samples(
 ) -> tuple[Samples, Samples | None, Stream | None]:
     options = data_options(config, images)
     _check_names_of_parts(config)
+    _check_weights(config)
     stream = _stream(config, tokenizer, options) if config.streaming else None
     if stream is not None:
         samples = stream.first.rows.samples
@@ -172,16 +174,23 @@ def _read_samples(
     return samples, None, stream
 
 
-def _stream(config: TrainConfig, tokenizer: Any, options: DataOptions) -> Stream:
+def _check_weights(config: TrainConfig) -> None:
     """
     Raises:
-        ExpertMeshError: a data set has a weight, or see `load_samples`.
+        ExpertMeshError: a data set has one, and is not taken in samples.
     """
+    if all(spec.weight is None for spec in parse_datasets("--dataset", config.dataset)):
+        return
+    if config.streaming:
+        raise ExpertMeshError("--streaming: reads one data set after the other; leave out the weights of --dataset")
+    if config.packing == WRAPPED:
+        raise ExpertMeshError("--packing wrapped: takes texts completely; leave out the weights of --dataset")
+
+
+def _stream(config: TrainConfig, tokenizer: Any, options: DataOptions) -> Stream:
     check_fast("--dataset", tokenizer)
     files: list[RowSource] = []
     for spec in parse_datasets("--dataset", config.dataset):
-        if spec.weight is not None:
-            raise ExpertMeshError("--streaming: reads one data set after the other; leave out the weights of --dataset")
         files += open_files("--dataset", spec.name, options.hub_config, options.split, options.sample_by)
     size, seed = config.shuffle_buffer, config.seed
     return Stream("--dataset", files, tokenizer, options, config.packing, size, seed)
