@@ -36,8 +36,10 @@ from expertmesh.sharding.topology import Topology
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.batch import IGNORED, Batch, collate
 from expertmesh.training.data.chat import set_chat_template
-from expertmesh.training.data.samples import DataOptions, Samples, load_samples
+from expertmesh.training.data.sample_cache import load_samples
+from expertmesh.training.data.samples import Samples
 from expertmesh.training.data.sequences import DataOrder, Rows, make_rows
+from expertmesh.training.data.tokenizing import DataOptions
 from expertmesh.training.engine.assembly import assemble, place
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer

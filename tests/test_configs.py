@@ -113,7 +113,7 @@ def gpus_of(name: str) -> int:
 def model_of(name: str) -> Any:
     """On the meta device, built as train_ep.py builds it; once for all tests of a recipe."""
     hf, config = find_config(str(published(name))).load(), config_of(name)
-    attention = choose_attention(config.attn_implementation, config.packing, hf, config.images)
+    attention = choose_attention(config.attn_implementation, bool(config.packing), hf, config.images)
     return build_model(hf, attention, images=config.images)
 
 

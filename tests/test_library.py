@@ -243,6 +243,7 @@ def test_figures_of_a_step(engine: Any) -> None:
         ({"ep_siz": 2}, "unknown key ep_siz; did you mean ep_size"),
         ({"ep_size": 3}, "--ep-size 3 does not divide the 8 experts"),
         ({"task": "kto"}, "task=.kto.: only train_ep.py trains on it"),
+        ({"packing": "wrapped"}, "packing=.wrapped.: only train_ep.py cuts texts"),
         ({"teacher": "T"}, "teacher=.T.: only train_ep.py learns from a teacher"),
         ({"resume": "/nowhere"}, "--resume /nowhere: no such directory"),
         ({"config": "nowhere.yaml"}, "nowhere.yaml: no such file"),

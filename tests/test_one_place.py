@@ -69,7 +69,9 @@ from expertmesh.training.data.batch import collate
 from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.formats import FORMATS, Format, conversation, register_format
 from expertmesh.training.data.pairs import PAIRS
-from expertmesh.training.data.samples import DataOptions, Pairs, Sample, Samples, load_samples
+from expertmesh.training.data.sample_cache import load_samples
+from expertmesh.training.data.samples import Pairs, Sample, Samples
+from expertmesh.training.data.tokenizing import DataOptions
 from expertmesh.training.engine.assembly import kernel_of
 from expertmesh.training.metrics import METRICS, Chart, Metric, register_metric
 from expertmesh.training.monitoring import meter

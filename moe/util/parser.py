@@ -5,6 +5,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from .errors import ExpertMeshError
@@ -87,11 +88,22 @@ class Parser(argparse.ArgumentParser):
 
 class Switch(argparse.Action):
     """A flag that is on without a value, or on or off by a truth value after it; one that is on by default has a
-    `--no-` form."""
+    `--no-` form. words: that it also takes, each a way of being on."""
 
-    def __init__(self, option_strings: Sequence[str], dest: str, default: bool = False, **arguments: Any):
+    def __init__(
+        self,
+        option_strings: Sequence[str],
+        dest: str,
+        default: bool = False,
+        words: Sequence[str] = (),
+        **arguments: Any,
+    ):
         negations = [f"--no-{flag[2:]}" for flag in option_strings] if default else []
-        super().__init__([*option_strings, *negations], dest, "?", type=truth_of, default=default, **arguments)
+        self.words = words
+        type_of = partial(_word_or_truth_of, words=words) if words else truth_of
+        if words:
+            arguments["metavar"] = "|".join(words)
+        super().__init__([*option_strings, *negations], dest, "?", type=type_of, default=default, **arguments)
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: str | None = None
@@ -110,7 +122,8 @@ class PlainHelp(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=_HELP_COLUMN)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        if not action.option_strings or isinstance(action, Switch) or action.nargs == 0:
+        is_plain = isinstance(action, Switch) and not action.words
+        if not action.option_strings or is_plain or action.nargs == 0:
             return ", ".join(action.option_strings) or super()._format_action_invocation(action)
         return f"{', '.join(action.option_strings)} {self.value_of(action)}"
 
@@ -217,3 +230,17 @@ def truth_of(text: str) -> bool:
     if text.lower() not in _TRUE + _FALSE:
         raise argparse.ArgumentTypeError(f"{text} is neither true nor false")
     return text.lower() in _TRUE
+
+
+def _word_or_truth_of(text: str, words: Sequence[str]) -> bool | str:
+    """The value of a switch that takes words, too.
+
+    Raises:
+        ArgumentTypeError: it is none.
+    """
+    if text in words:
+        return text
+    try:
+        return truth_of(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, nor {' or '.join(words)}") from error

@@ -30,8 +30,8 @@ _requests: list["StopRequest"] = []
 
 
 class StopRequest:
-    """Use as a context manager: inside, these signals are marked, and answered. Threads other than the main one, such as
-    Ray Train's, get none.
+    """Use as a context manager: inside, these signals are marked, and answered. Threads other than the main one, as of
+    Ray Train, get none.
 
     Args:
         answer: called by the first signal's handler; None: the mark is all.

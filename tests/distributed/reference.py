@@ -175,7 +175,7 @@ def packed_batches(case: Case, topology: Topology, rank: int, cp_group: CPGroup 
 
 
 def packed_rows(samples: Sequence[Sample]) -> list[list[Sample]]:
-    lengths = torch.tensor([len(sample.tokens) for sample in samples])
+    lengths = torch.tensor([sample.length for sample in samples])
     return [[samples[i] for i in row] for row in pack(lengths, CAPACITY, seed=0)]
 
 

@@ -15,7 +15,9 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.batch import LossInputs, collate
 from expertmesh.training.data.chat import set_chat_template
-from expertmesh.training.data.samples import DataOptions, Sample, Samples, load_samples
+from expertmesh.training.data.sample_cache import load_samples
+from expertmesh.training.data.samples import Sample, Samples
+from expertmesh.training.data.tokenizing import DataOptions
 from expertmesh.training.tasks.sft import DATASET, WEIGHTED, by_sample
 from tests.distributed.pool import RankPool
 from tests.distributed.whole_runs import Runs

@@ -59,7 +59,7 @@ def ours(path: Path, settings: dict[str, Any], detach: bool) -> Any:
         rows = [[mine[:3]], [mine[3:]]] if len(mine) > 3 else [[mine[:1], mine[1:]], []]
     else:
         rows = [[[sample] for sample in mine[:1]], [[sample] for sample in mine[1:]]]
-    batches = [collate(each, engine.mesh.cp_group, engine.padding) for each in rows]
+    batches = [collate(each, engine.mesh.cp_group, engine.batch_maker) for each in rows]
     before = engine.evaluate(batches)
     result = engine.forward_backward(batches)
     assert before.loss == near(result.loss)
@@ -123,7 +123,7 @@ def gradients_beside(path: Path, settings: dict[str, Any], weight: float) -> dic
     """This rank's, of all but the layer."""
     engine = expertmesh.load(str(path), use_cpu=True, train_mtp=weight, **settings)
     mine = [[Sample(*sample)] for sample in SAMPLES[engine.data_rank :: engine.data_size]]
-    engine.forward_backward([collate(mine, engine.mesh.cp_group, engine.padding)])
+    engine.forward_backward([collate(mine, engine.mesh.cp_group, engine.batch_maker)])
     layer = f"layers.{engine.model.config.num_hidden_layers - (weight > 0)}."
     found = {name: p.grad for name, p in engine.model.named_parameters() if p.grad is not None and layer not in name}
     return {name: (grad.to_local() if hasattr(grad, "to_local") else grad).clone() for name, grad in found.items()}

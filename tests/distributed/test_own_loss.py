@@ -94,7 +94,7 @@ FIGURES = ("margin", "weighted")
 
 def ours(path: Path, settings: dict[str, Any]) -> Any:
     engine = expertmesh.load(str(path), use_cpu=True, **settings)
-    mine, packs = list(range(PAIRS))[engine.data_rank :: engine.data_size], engine.config.packing
+    mine, packs = list(range(PAIRS))[engine.data_rank :: engine.data_size], bool(engine.config.packing)
     batches = [batch_of(part, packs) for part in (mine[:1], mine[1:])]
     before = engine.evaluate(batches, loss=preference, count=count_pairs, figures=FIGURES)
     logprobs = engine.logprobs(batches)

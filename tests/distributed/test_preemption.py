@@ -34,7 +34,7 @@ from tests.tiers import tiered
 
 PLACES = {
     "loading": "checkpoints.load._all_finite",
-    "tokenizing": "training.data.samples._lines",
+    "tokenizing": "training.data.tokenizing.cut_to_length",
     "reference": "training.steps.evaluate.token_loss_sum",
     "teacher": "training.steps.evaluate.token_loss_sum",
     "forecast": "training.planning.rank_memory._asked",

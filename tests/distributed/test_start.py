@@ -37,8 +37,8 @@ def forecast_while_others_wait(model: Path) -> str:
 
     dist.barrier()
     with mock.patch.object(rank_memory, "_asked", asked):
-        nothing = SimpleNamespace(training=None)
-        arguments: Any = (engine.source, engine.topology, engine.kernel, engine.config, nothing, ranks, engine.padding)
+        known = (engine.source, engine.topology, engine.kernel, engine.config)
+        arguments: Any = (*known, SimpleNamespace(training=None), ranks, engine.batch_maker)
         found = rank_memory.forecast_rank(*arguments)
     return found.why_not
 

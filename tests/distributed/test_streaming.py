@@ -101,3 +101,21 @@ def test_the_loss_is_that_of_the_cache(runs: Runs, tmp_path: Path) -> None:
     assert found.lines("eval_loss")[0]["eval_loss"] == near(wanted["loss"])
     assert "2 files, read while training; first: 50 samples" in " ".join(found.printed.split())
     shutil.rmtree(parts)
+
+
+@pytest.mark.slow
+def test_wrapped_texts(runs: Runs, tmp_path: Path) -> None:
+    """The same sequences on any ranks, and after a resume, there bit for bit."""
+    data = tmp_path / "texts.jsonl"
+    data.write_text("".join(json.dumps({"text": "ab" * (2 + 7 * at % 40)}) + "\n" for at in range(60)))
+    flags = f"{SIX_STEPS} --logging-steps 1 --packing wrapped --max-seq-length 40 --dataset {data}"
+    alone = runs(1, f"{flags} {batch_of_12(1, 2)}", "alone")
+    first = runs(2, f"{flags} --ep-size 2 {batch_of_12(2, 2)}", "first")
+    assert "no token is lost" in " ".join(first.printed.split())
+    assert first.values("tokens")[0] == 12 * 40
+    assert_alike(alone, first)
+    assert_equal_weights(first.weights, alone.weights)
+    stop_at_checkpoint(first.out, tmp_path / "again")
+    again = runs(2, f"{flags} --ep-size 2 {batch_of_12(2, 2)} --resume auto", tmp_path / "again")
+    assert again.values("loss") == first.values("loss")
+    assert_same_bits(again.weights, first.weights)

@@ -13,8 +13,10 @@ from transformers import AutoTokenizer
 import expertmesh
 from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.formats import Columns
-from expertmesh.training.data.samples import DataOptions, Samples, load_samples
+from expertmesh.training.data.sample_cache import load_samples
+from expertmesh.training.data.samples import Samples
 from expertmesh.training.data.sequences import DataOrder, make_rows
+from expertmesh.training.data.tokenizing import DataOptions
 from expertmesh.training.run.loop import _collated
 from expertmesh.training.steps.evaluate import evaluate
 from expertmesh.training.steps.step import compute_gradients
@@ -86,10 +88,10 @@ def ours(path: Path, settings: dict[str, Any]) -> Any:
         inputs=SimpleNamespace(training=rows, stream=None),
         order=order,
         engine=engine,
-        padding=engine.padding,
+        batch_maker=engine.batch_maker,
         task_inputs=TaskInputs(),
     )
-    before = evaluate(engine.model, rows, 2, engine.mesh, engine.padding, WEIGHTED)
+    before = evaluate(engine.model, rows, 2, engine.mesh, engine.batch_maker, WEIGHTED)
     result = compute_gradients(engine.model, _collated(run, 0), engine.balance.weights, WEIGHTED)
     grads = in_full({name: p.grad for name, p in engine.model.named_parameters() if p.grad is not None})
     return before, result, grads

@@ -35,7 +35,8 @@ from expertmesh.training.cluster.commands import main as plan_main
 from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.data_files import open_rows
-from expertmesh.training.data.samples import DataOptions, _records, load_samples
+from expertmesh.training.data.sample_cache import load_samples
+from expertmesh.training.data.tokenizing import DataOptions, records_of
 from expertmesh.training.planning.planner import forecasts
 from expertmesh.training.planning.planner.hardware import preset, save_measured
 from expertmesh.training.start.inputs import load_tokenizer
@@ -221,7 +222,7 @@ def samples(name: str) -> Callable[[Path], list[Any]]:
 
 def records(path: Path) -> list[dict[str, str]]:
     """Of a file of rows, up to what the tokenizer gets."""
-    return list(_records(open_rows("--dataset", str(path / "data.jsonl"), "", "train"), "--dataset", DataOptions(64)))
+    return list(records_of(open_rows("--dataset", str(path / "data.jsonl"), "", "train"), "--dataset", DataOptions(64)))
 
 
 def given_template(path: Path) -> None:

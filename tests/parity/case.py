@@ -10,6 +10,7 @@ from torch import Tensor
 
 from expertmesh.sharding.parallelize.choices import Checkpointing
 from expertmesh.training.data.samples import Sample
+from expertmesh.training.data.sequences import wrap
 from expertmesh.training.data.truncation import Tokenized, truncate
 from tests.families.configs import tiny_model
 from tests.parity.reference import MAX_GRAD_NORM as MAX_GRAD_NORM
@@ -87,6 +88,14 @@ def split_texts(lengths: Sequence[int], max_length: int) -> list[Sample]:
     texts = [Tokenized(text.tokens, [True] * len(text.tokens)) for text in random_samples(lengths)]
     parts = [text.part(*part) for text in texts for part in truncate(text, "split", max_length).parts]
     return [Sample(list(part.tokens), list(part.is_trained)) for part in parts]
+
+
+def wrapped_texts(lengths: Sequence[int], capacity: int) -> list[Sample]:
+    """Pieces of texts, as --packing wrapped lays them into sequences of so many tokens."""
+    texts = random_samples(lengths)
+    pieces = [piece for row in wrap(torch.tensor(lengths), capacity, seed=0) for piece in row]
+    found = [(texts[text].tokens[begin : end + 1], end < lengths[text]) for text, begin, end in pieces]
+    return [Sample(tokens, [True] * len(tokens), beyond=beyond) for tokens, beyond in found]
 
 
 SAMPLES = random_samples([2 + (7 * i) % 12 for i in range(32)])

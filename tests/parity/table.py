@@ -13,7 +13,7 @@ import torch
 from tests.families.configs import TEXT_IDS
 from tests.interpreter import interpreted, with_liger
 from tests.parity import within
-from tests.parity.case import SAMPLES, random_samples, split_texts
+from tests.parity.case import SAMPLES, random_samples, split_texts, wrapped_texts
 from tests.parity.compare import Bits, Tolerance
 from tests.parity.rows import EXACT, OF_FAMILIES, Row, rows
 
@@ -149,11 +149,16 @@ PACKED: dict[str, Any] = {
     "z": 0.01,
     "steps": 2,
 }
+WRAPPED = {name: value for name, value in PACKED.items() if name != "z"} | {
+    "samples": wrapped_texts([61, 5, 40, 17, 2, 30], 48)
+}
 SHORT_WINDOW = {"sliding_window": 6}
 PACKING: list[Row] = [
     *rows("packed", "2 ep 2 | 1, slow | 4 ep 2, slow", **PACKED, attention="sdpa", **SELECTIVE),
     *rows("packed, eager", "1", **PACKED, attention="eager"),
     *rows("packed, split texts", "2 ep 2", **(PACKED | {"samples": split_texts([61, 5, 40, 17, 2], 16)})),
+    # where a token beyond the sequence is routed and balanced by transformers alone
+    *rows("packed, wrapped texts", "2 ep 2 cp 2 | 2 pp 2", **WRAPPED, accumulation=2),
     # what the log tells of routing, too
     *rows("packed or not", "1", **PACKED, against={"packing": None}),
     *rows("packed, all heads", "2 ep 2, slow", **PACKED, changes={"num_key_value_heads": 4}),

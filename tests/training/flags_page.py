@@ -40,7 +40,7 @@ def page() -> str:
 
 def _row(action: Action) -> str:
     names = [flag for flag in action.option_strings if not flag.startswith("--no-")]
-    shown = "" if isinstance(action, Switch) else f" {PlainHelp('').value_of(action)}"
+    shown = "" if isinstance(action, Switch) and not action.words else f" {PlainHelp('').value_of(action)}"
     flags = ", ".join([f"`{names[0]}{shown}`", *(f"`{flag}`" for flag in names[1:])])
     told = in_line(action.help or "").rstrip(".") + "."
     needs = SETTINGS[action.dest].metadata["needs"] if action.dest in SETTINGS else ()

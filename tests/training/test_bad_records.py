@@ -18,8 +18,10 @@ from expertmesh.training.data.lengths import lines_of_lengths
 from expertmesh.training.data.pairs import PAIRS
 from expertmesh.training.data.preview import describe_origin, warnings_of
 from expertmesh.training.data.record_kinds import CONVERSATIONS, PIECES, SPLIT_TURNS
-from expertmesh.training.data.samples import DataOptions, Samples, load_samples
+from expertmesh.training.data.sample_cache import load_samples
+from expertmesh.training.data.samples import Samples
 from expertmesh.training.data.stream import Stream, StreamPosition, place_in
+from expertmesh.training.data.tokenizing import DataOptions
 from expertmesh.training.engine.model_card import tell_left_out
 from expertmesh.training.start.inputs import data_options
 

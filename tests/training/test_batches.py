@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.collectives.context_parallel import CPGroup
-from expertmesh.training.data.batch import IGNORED, Batch, batch_of, collate
+from expertmesh.training.data.batch import IGNORED, WEIGHT, Batch, LossInputs, batch_of, collate
 from expertmesh.training.data.samples import Sample
 
 samples = st.lists(st.tuples(st.integers(3, 90), st.booleans()), min_size=1, max_size=9).map(
@@ -57,6 +57,20 @@ def test_packed_rows() -> None:
     # the last token of a sample has no target: what follows is another sample
     assert batch.targets_BS.tolist() == [[11, 12, -100, -100, 31, -100], [31, -100, -100, -100, -100, -100]]
     assert sum(map(len, batch.spans)) == batch.num_tokens
+
+
+def test_a_token_beyond_the_sequence_is_a_target_alone() -> None:
+    text = Sample([10, 11, 12], [True] * 3, beyond=True)
+    row = [text, Sample([30, 31], [True] * 2, [0.5, 0.25], beyond=True), Sample([20, 21], [True] * 2)]
+    batch = collate([row], loss_inputs=LossInputs(), is_weighted=True)
+    assert batch.tokens_BS.tolist() == [[10, 11, 30, 20, 21]]
+    assert batch.positions_BS is not None
+    assert batch.positions_BS.tolist() == [[0, 1, 0, 0, 1]]
+    assert batch.targets_BS.tolist() == [[11, 12, 31, 21, -100]]
+    assert batch.of_loss[WEIGHT].tolist() == [1, 1, 0.25, 1]
+    assert (batch.segments, batch.num_tokens, batch.num_targets) == ((2, 1, 2), 5, 4)
+    parts = [collate([[row[0], row[2]]], CPGroup(2, index, None)).targets_BS.tolist() for index in range(2)]
+    assert parts == [[[11, 12]], [[21, -100]]]
 
 
 def test_little_to_collate() -> None:

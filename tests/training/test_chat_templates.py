@@ -22,8 +22,9 @@ from expertmesh.training.data.chat import render, set_chat_template
 from expertmesh.training.data.formats import Columns, Conversation, find_format, read_row
 from expertmesh.training.data.preview import warnings_of
 from expertmesh.training.data.record_kinds import SPLIT_TURNS
-from expertmesh.training.data.samples import DataOptions, load_samples
+from expertmesh.training.data.sample_cache import load_samples
 from expertmesh.training.data.templates import BUILT_IN, NO_LONGER, at_date, built_in_template, reads_clock
+from expertmesh.training.data.tokenizing import DataOptions
 from expertmesh.training.data.turns import Written
 from tests.tiny import save_tokenizer
 

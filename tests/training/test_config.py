@@ -69,6 +69,10 @@ def of_yaml(tmp_path: Path, text: str, *flags: str) -> TrainConfig:
 @pytest.mark.parametrize(
     ("text", "flags", "name", "value"),
     [
+        ("", ["--packing", "wrapped"], "packing", "wrapped"),
+        ("packing: wrapped", [], "packing", "wrapped"),
+        ("packing: wrapped", ["--packing"], "packing", True),
+        ("packing: true", [], "packing", True),
         # both spellings
         ("", ["--learning-rate", "0.5"], "learning_rate", 0.5),
         ("", ["--learning_rate=0.5"], "learning_rate", 0.5),
@@ -146,7 +150,7 @@ def test_help_is_plain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     assert not re.search(r"--\w+_", text)
     assert not re.search(r"default:\s*(None|False|True|\[\]|\))", text)
     assert "--export, --no-export  " in text
-    assert "  --packing  " in text
+    assert "  --packing [wrapped]  " in text
     assert "--model mistralai/" in text
 
 

@@ -25,14 +25,10 @@ from expertmesh.training.data.digest import samples_facts
 from expertmesh.training.data.formats import TOOLS, Columns, Conversation, PlainText, find_format, read_row
 from expertmesh.training.data.preview import describe_origin
 from expertmesh.training.data.record_kinds import SPLIT_TURNS
-from expertmesh.training.data.samples import (
-    DataOptions,
-    Samples,
-    _column,
-    hold_out,
-    load_samples,
-)
+from expertmesh.training.data.sample_cache import load_samples
+from expertmesh.training.data.samples import Samples, column_of, hold_out
 from expertmesh.training.data.sequences import DataOrder, make_rows
+from expertmesh.training.data.tokenizing import DataOptions
 from expertmesh.training.run.banner import data_line, data_sets
 from expertmesh.training.start.inputs import (
     Inputs,
@@ -1244,8 +1240,10 @@ def test_cache(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) 
     file = write(tmp_path / "data.jsonl", [{"prompt": "ab", "response": "cde"}])
     first = shown(tokenizer, load(tokenizer, file))
     with monkeypatch.context() as patch:
-        patch.setattr("expertmesh.training.data.samples._tokenize_batch", lambda *_: lambda batch: pytest.fail("again"))
-        patch.setattr("expertmesh.training.data.samples._read", lambda *_: pytest.fail("again"))
+        patch.setattr(
+            "expertmesh.training.data.sample_cache.table_maker", lambda *_: lambda batch: pytest.fail("again")
+        )
+        patch.setattr("expertmesh.training.data.tokenizing._read", lambda *_: pytest.fail("again"))
         assert shown(tokenizer, load(tokenizer, file)) == first
     assert shown(tokenizer, load(tokenizer, file, train_on="all")) != first
     set_chat_template(tokenizer, "chatml")
@@ -1256,12 +1254,12 @@ def test_cache(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) 
         True,
     ]
     versions = {"transformers": "5", "jinja2": "3", "tokenizers": "0"}
-    monkeypatch.setattr("expertmesh.training.data.samples.installed_version", lambda of: versions[of])
+    monkeypatch.setattr("expertmesh.training.data.sample_cache.installed_version", lambda of: versions[of])
     load(tokenizer, file)
     for package in versions:
         with monkeypatch.context() as patch:
             patch.setitem(versions, package, "next")
-            patch.setattr("expertmesh.training.data.samples._tokenize_batch", lambda *_: failing(errno.EDOM))
+            patch.setattr("expertmesh.training.data.sample_cache.table_maker", lambda *_: failing(errno.EDOM))
             with pytest.raises(ExpertMeshError, match=os.strerror(errno.EDOM)):
                 load(tokenizer, file)
     write(file, [{"prompt": "ab", "response": "fgh"}])
@@ -1379,7 +1377,7 @@ def failing(number: int) -> Callable[..., Any]:
 
 
 @pytest.mark.usefixtures("own_cache")
-@pytest.mark.parametrize(("writing", "workers"), [("_records", 1), ("_tokenize_batch", 1), ("_tokenize_batch", 2)])
+@pytest.mark.parametrize(("writing", "workers"), [("records_of", 1), ("table_maker", 1), ("table_maker", 2)])
 def test_a_full_disk(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, writing: str, workers: int
 ) -> None:
@@ -1388,7 +1386,7 @@ def test_a_full_disk(
     fails = failing(errno.ENOSPC)
     with monkeypatch.context() as patch:
         patch.setattr(
-            f"expertmesh.training.data.samples.{writing}", fails if writing == "_records" else lambda *_: fails
+            f"expertmesh.training.data.sample_cache.{writing}", fails if writing == "records_of" else lambda *_: fails
         )
         with pytest.raises(ExpertMeshError, match="cannot be written there: No space left on device; choose"):
             load(tokenizer, file, num_workers=workers)
@@ -1508,7 +1506,7 @@ def test_turns_as_samples(tmp_path: Path, tokenizer: Any) -> None:
     many = load(tokenizer, write(tmp_path / "many.jsonl", [{"messages": talk[:4]}] * 10), kind=SPLIT_TURNS)
     train, held_out = hold_out(many, 0.2, seed=3)
     assert (len(train), len(held_out)) == (16, 4)
-    assert not {*_column(train.dataset, "record").tolist()} & {*_column(held_out.dataset, "record").tolist()}
+    assert not {*column_of(train.dataset, "record").tolist()} & {*column_of(held_out.dataset, "record").tolist()}
     plain = load(tokenizer, write(tmp_path / "plain.jsonl", [{"text": "a"}]), kind=SPLIT_TURNS)
     config = TrainConfig(model="m", dataset=["d"], split_turns=True)
     assert _without_effect(config, many, "") == ""

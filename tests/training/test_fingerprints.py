@@ -17,11 +17,12 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config import train_config
 from expertmesh.training.config.moves import Moves
 from expertmesh.training.config.train_config import TrainConfig, flags_of_config, make_parser, parse_config, read_by
-from expertmesh.training.data import samples
+from expertmesh.training.data import sample_cache
 from expertmesh.training.data.labels import LABELLED_ANSWERS
 from expertmesh.training.data.pairs import PAIRS
 from expertmesh.training.data.record_kinds import CONVERSATIONS, SPLIT_TURNS, RecordKind
-from expertmesh.training.data.samples import Samples, hold_out, keys_of
+from expertmesh.training.data.sample_cache import keys_of
+from expertmesh.training.data.samples import Samples, hold_out
 from expertmesh.training.data.sequences import Rows
 from expertmesh.training.run.finished import Finished, _find, read_finished
 from expertmesh.training.run.loop import data_order, order_facts
@@ -155,11 +156,11 @@ def test_what_earlier_releases_have_cached_is_found(kind: RecordKind, in_rows: s
     """The text that their keys are digests of, letter by letter."""
     config = TrainConfig(model="m", dataset=["d"], max_seq_length=64)
     found = keys_of("of the source", replace(data_options(config), kind=kind), tokenizer_of(config))
-    rows_key = _sha256(f'[{samples._VERSION}, "of the source", {_COLUMNS}, {in_rows}]')
+    rows_key = _sha256(f'[{sample_cache._VERSION}, "of the source", {_COLUMNS}, {in_rows}]')
     versions = ", ".join(f'"{version(name)}"' for name in ("transformers", "jinja2", "tokenizers"))
     of_tokenizer = f"[{json.dumps(tokenizer_of(config).backend_tokenizer.to_str())}, null, null, {versions}]"
     options = _OPTIONS % (_COLUMNS, *marks)
-    assert found == (rows_key, _sha256(f'[{samples._VERSION}, "{rows_key}", {options}, {of_tokenizer}, "", []]'))
+    assert found == (rows_key, _sha256(f'[{sample_cache._VERSION}, "{rows_key}", {options}, {of_tokenizer}, "", []]'))
 
 
 def _sha256(text: str) -> str:

@@ -19,7 +19,7 @@ from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.runtime.process import Ranks
 from expertmesh.training.cluster.commands import main
 from expertmesh.training.config.train_config import TrainConfig, parse_config
-from expertmesh.training.data.batch import Padding
+from expertmesh.training.data.batch import BatchMaker
 from expertmesh.training.data.record_kinds import CONVERSATIONS
 from expertmesh.training.data.sequences import Rows
 from expertmesh.training.planning import rank_memory
@@ -168,7 +168,7 @@ def test_plan_rehearse_and_a_run_ask_for_one_dry_run(
     inputs: Any = SimpleNamespace(training=Rows(samples))  # type: ignore[arg-type]
     kernel: Any = SimpleNamespace(kernel=SimpleNamespace(entry=SimpleNamespace(recorded_as="torch-grouped")))
     ranks = Ranks(0, 2, torch.device("cuda"), None)  # type: ignore[arg-type]
-    own = rank_memory._asked(config.topology(2), kernel, config, inputs, ranks, Padding())
+    own = rank_memory._asked(config.topology(2), kernel, config, inputs, ranks, BatchMaker())
     held = rank_memory._forecast(open_source(model), own)
     assert round(held.memory.total) == plan["memory"]["total"]
     assert files(own_cache) == found_out

@@ -21,15 +21,17 @@ from transformers import AutoTokenizer
 
 from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.util.errors import ExpertMeshError
-from expertmesh.training.data.batch import Padding, collate
+from expertmesh.training.data.batch import BatchMaker, collate
 from expertmesh.training.data.data_files import RowError
 from expertmesh.training.data.image_files import kept_file, kept_images, samples_cache
 from expertmesh.training.data.images import ImageReader
 from expertmesh.training.data.pictures import ImageProcessor, Picture
 from expertmesh.training.data.preview import print_preview, warnings_of
 from expertmesh.training.data.record_kinds import SPLIT_TURNS
-from expertmesh.training.data.samples import DataOptions, Samples, load_samples
+from expertmesh.training.data.sample_cache import load_samples
+from expertmesh.training.data.samples import Samples
 from expertmesh.training.data.sequences import DataOrder, make_rows
+from expertmesh.training.data.tokenizing import DataOptions
 from tests.families.configs import tiny_config
 from tests.images import FAMILIES, image_config
 from tests.pictures import (
@@ -80,23 +82,24 @@ def load(processor: ImageProcessor, tokenizer: Any) -> Callable[..., Samples]:
     return read
 
 
-def check_samples(samples: Samples, records: Sequence[Plain], own: Any, reader: ImageReader) -> None:
+def check_samples(samples: Samples, records: Sequence[Plain], own: Any, maker: BatchMaker) -> None:
     """Tokens and pixels are those of transformers' own processor, each by itself and packed; image tokens are no
     targets."""
-    assert reader.processor is not None
+    assert maker.pictures is not None
+    assert maker.images is not None
     for sample, (messages, images) in zip(samples, records, strict=True):
         text = own.apply_chat_template(messages, tokenize=False)
         wanted = own(text=[text], images=images or None, return_tensors="pt")
         assert sample.tokens == wanted["input_ids"][0].tolist()
         trained = {token for token, is_trained in zip(sample.tokens, sample.is_trained, strict=True) if is_trained}
-        assert reader.processor.token not in trained
-        batch = collate([[sample]], padding=Padding(images=reader))
+        assert maker.pictures.token not in trained
+        batch = collate([[sample]], maker=maker)
         assert (batch.images is None) == (not images)
         for name, value in {} if batch.images is None else batch.images.inputs.items():
             assert torch.equal(value, wanted[name]), name
-    packed = collate([list(samples)], padding=Padding(images=reader)).images
+    packed = collate([list(samples)], maker=maker).images
     assert packed is not None
-    number = len(packed.inputs[reader.facts.inputs[1]])
+    number = len(packed.inputs[maker.images.facts.inputs[1]])
     assert packed.counts[0] == number == sum(len(images) for _, images in records)
 
 
@@ -105,10 +108,9 @@ def test_tokens_are_the_processors_and_pixels_too(
 ) -> None:
     data, records = written(tmp_path)
     own, model = theirs(directory), build_model(image_config("qwen3_vl_moe"), images=True)
-    reader = ImageReader(model)
-    reader.processor = processor
+    maker = BatchMaker(images=ImageReader(model), pictures=processor)
     samples = load(data, train_on="all")
-    check_samples(samples, records, own, reader)
+    check_samples(samples, records, own, maker)
     assert samples.lengths.tolist() == [len(sample.tokens) for sample in samples]
 
 
@@ -120,12 +122,11 @@ def test_every_familys_processor(family: str, tmp_path: Path) -> None:
         pytest.skip(f"the processor of {family} needs torchvision")
     own = save_processor_of(tmp_path / "model", config)
     processor = ImageProcessor(str(tmp_path / "model"), config)
-    reader = ImageReader(build_model(config, images=True))
-    reader.processor = processor
+    maker = BatchMaker(images=ImageReader(build_model(config, images=True)), pictures=processor)
     data, records = written(tmp_path)
     options = DataOptions(2048, images=processor, train_on="all")
     samples = load_samples("--dataset", [str(data)], AutoTokenizer.from_pretrained(tmp_path / "model"), options, 0)
-    check_samples(samples, records, own, reader)
+    check_samples(samples, records, own, maker)
 
 
 def without_processor(directory: Path) -> None:
@@ -280,7 +281,7 @@ def test_checksums_are_compared_while_data_are_prepared(
     (tmp_path / "a.bmp").write_bytes(image)
     data = write_lines(tmp_path / "data.jsonl", [asked([{**IMAGE, "path": "a.bmp"}, TEXT])])
     monkeypatch.setattr("expertmesh.training.data.image_files.identity", lambda path: "the same")
-    monkeypatch.setattr("expertmesh.training.data.samples.identity", lambda path: "the same")
+    monkeypatch.setattr("expertmesh.training.data.tokenizing.identity", lambda path: "the same")
     (before,) = seen(load(data))
     (tmp_path / "a.bmp").write_bytes(other)
     assert seen(load(data)) == [before]
@@ -632,7 +633,7 @@ def test_a_full_disk_is_told_as_such(load: Any, tmp_path: Path, monkeypatch: pyt
         patched.setattr("expertmesh.training.data.image_files.whole", full)
         with pytest.raises(ExpertMeshError, match="images of the data cannot be written there: No space left"):
             load(data)
-    monkeypatch.setattr("expertmesh.training.data.samples.kept_file", full)
+    monkeypatch.setattr("expertmesh.training.data.tokenizing.kept_file", full)
     with pytest.raises(ExpertMeshError, match=r"line 1 names what cannot be read: .*No space left"):
         load(data)
 

@@ -17,7 +17,7 @@ from expertmesh.moe.hf_model.images import images_of, parameters_by_part
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.collectives.context_parallel import CPGroup
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.data.batch import IGNORED, Padding, batch_of
+from expertmesh.training.data.batch import IGNORED, BatchMaker, batch_of
 from expertmesh.training.data.images import ImageReader
 from expertmesh.training.model_setup.freezing import freeze, freeze_images, images_line
 from expertmesh.training.model_setup.lora_targets import adapt
@@ -41,7 +41,7 @@ def given(model: Any) -> dict[str, Any]:
 
 def test_image_tokens_are_no_targets_and_a_rank_gets_its_rows(model: Any, given: dict[str, Any]) -> None:
     reader, token = ImageReader(model), model.config.image_token_id
-    whole = batch_of(given, packing=False, padding=Padding(images=reader))
+    whole = batch_of(given, packing=False, maker=BatchMaker(images=reader))
     assert whole.images is not None
     assert whole.images.rows_N is None
     assert (given["labels"] == token).any()
@@ -49,7 +49,7 @@ def test_image_tokens_are_no_targets_and_a_rank_gets_its_rows(model: Any, given:
     assert (whole.targets_BS != IGNORED).sum() == 3 + 2 + 4 + 6 - 2  # but for the first of each sample
     assert whole.images.positions_3BL is not None
     parts = [
-        batch_of(given, packing=False, padding=Padding(images=reader), cp_group=CPGroup(2, index, None))
+        batch_of(given, packing=False, maker=BatchMaker(images=reader), cp_group=CPGroup(2, index, None))
         for index in range(2)
     ]
     found = [part.images for part in parts if part.images is not None and part.images.rows_N is not None]
@@ -88,7 +88,7 @@ def without(name: str) -> Any:
 )
 def test_what_is_refused(change: Any, said: str, model: Any, given: dict[str, Any]) -> None:
     with pytest.raises(ExpertMeshError, match=said):
-        batch_of(change(given), packing=False, padding=Padding(images=ImageReader(model)))
+        batch_of(change(given), packing=False, maker=BatchMaker(images=ImageReader(model)))
 
 
 def test_pixels_for_a_model_of_text_alone(given: dict[str, Any]) -> None:

@@ -14,8 +14,10 @@ from expertmesh.training.data.digest import samples_facts
 from expertmesh.training.data.formats import label_in
 from expertmesh.training.data.labels import LABELLED_ANSWERS
 from expertmesh.training.data.preview import warnings_of
-from expertmesh.training.data.samples import DataOptions, Labelled, _partners, load_samples
+from expertmesh.training.data.sample_cache import load_samples
+from expertmesh.training.data.samples import Labelled, _partners
 from expertmesh.training.data.sequences import make_rows
+from expertmesh.training.data.tokenizing import DataOptions
 from expertmesh.training.tasks.kto import MismatchedRows
 from tests.training.test_pairs import ASKED, NO, TOLD, YES, answer, of_gpt, tokenizer_in, user
 

@@ -23,8 +23,9 @@ from expertmesh.training.cluster.commands import main as plan
 from expertmesh.training.config.tasks import TASKS
 from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.data.batch import AS_LONG_AS_LONGEST, collate_rows
-from expertmesh.training.data.samples import DataOptions, load_samples
+from expertmesh.training.data.sample_cache import load_samples
 from expertmesh.training.data.sequences import make_rows
+from expertmesh.training.data.tokenizing import DataOptions
 from expertmesh.training.planning import rank_memory
 from expertmesh.training.planning.memory import Memory
 from expertmesh.training.planning.rank_memory import Forecast, longest_sequence

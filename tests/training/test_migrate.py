@@ -135,6 +135,11 @@ def test_every_key_is_somewhere(tool: str, tmp_path: Path) -> None:
         ("datasets: [{path: a}, {data_files: b}]", {"dataset": ["a"]}, "#   datasets: {data_files: b}: "),
         ('wibble: "a\\x1b[0mb"', {}, "#   wibble: a [0mb: unknown key wibble"),
         ("packing: true\npadding_free: true", {"packing": True}, "# packing: true; padding_free: true"),
+        (
+            "packing: true\npacking_strategy: wrapped\npadding_free: false",
+            {"packing": "wrapped"},
+            "packing: wrapped  # packing: true; packing_strategy: wrapped",
+        ),
     ],
 )
 def test_in_its_meaning_or_open(

@@ -17,7 +17,7 @@ from expertmesh.moe.hf_model.mtp import find_mtp, mtp_of
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.collectives.context_parallel import CPGroup
 from expertmesh.training.config.train_config import parse_config
-from expertmesh.training.data.batch import IGNORED, Padding, collate
+from expertmesh.training.data.batch import IGNORED, BatchMaker, collate
 from expertmesh.training.data.samples import Sample
 from expertmesh.training.planning.rehearsal.building import ConfigAlone
 from tests.checkpoints.commands import run
@@ -83,14 +83,14 @@ def test_the_weight(given: str, weight: float, tmp_path: Path) -> None:
 def test_a_batch_says_what_follows_within_each_sample() -> None:
     samples = [([5, 6, 7, 8], [False, True, True, True]), ([9, 10], [True, True]), ([11, 12, 13], [True, False, True])]
     row = [Sample(*sample) for sample in samples]
-    ahead = collate([row], padding=Padding(12, looks_ahead=True)).ahead
+    ahead = collate([row], maker=BatchMaker(12, looks_ahead=True)).ahead
     assert ahead is not None
     assert ahead.tokens_BS.tolist() == [[6, 7, 8, 0, 10, 0, 12, 13, 0, 0, 0, 0]]
     after = [7, 8, IGNORED, IGNORED, IGNORED, IGNORED, 13, *[IGNORED] * 5]
     assert ahead.targets.targets_BS.tolist() == [after]
     assert ahead.targets.index_N.tolist() == [0, 1, 6]
     # a part of each sequence is told of what follows it
-    parts = [collate([row], CPGroup(3, index, None), Padding(12, looks_ahead=True)).ahead for index in range(3)]
+    parts = [collate([row], CPGroup(3, index, None), BatchMaker(12, looks_ahead=True)).ahead for index in range(3)]
     assert torch.cat([part.tokens_BS for part in parts if part], dim=1).tolist() == ahead.tokens_BS.tolist()
     assert [part.num_targets for part in parts if part] == [(2, 1, 0)] * 3
     assert collate([row]).ahead is None

@@ -7,9 +7,9 @@ import torch
 
 from expertmesh.moe.hf_model.build import build_model
 from expertmesh.training.attention.packed_attention import choose_attention
-from expertmesh.training.attention.padded_lengths import padding_of
+from expertmesh.training.attention.padded_lengths import batch_maker_of
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.data.batch import Batch, Padding, collate
+from expertmesh.training.data.batch import Batch, BatchMaker, collate
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.loss.head import attach_loss_head
 from expertmesh.training.steps.step import compute_gradients
@@ -29,13 +29,13 @@ def config(**settings: Any) -> TrainConfig:
     [(1, 128, None, 128), (128, 128, None, 128), (129, 128, None, 256), (129, 128, 200, 200), (300, 128, 200, 300)],
 )
 def test_lengths(longest: int, multiple: int, limit: int | None, expected: int) -> None:
-    assert Padding(multiple, limit).length(longest) == expected
-    assert Padding(multiple).within(limit or 10**6).length(longest) == expected
-    assert Padding(multiple, limit).within(longest).length(longest) == longest
+    assert BatchMaker(multiple, limit).length(longest) == expected
+    assert BatchMaker(multiple).within(limit or 10**6).length(longest) == expected
+    assert BatchMaker(multiple, limit).within(longest).length(longest) == longest
 
 
 def test_only_padding_is_added() -> None:
-    short, long = collate(ROWS), collate(ROWS, padding=Padding(128))
+    short, long = collate(ROWS), collate(ROWS, maker=BatchMaker(128))
     assert (short.tokens_BS.shape, long.tokens_BS.shape) == ((3, 30), (3, 128))
     assert (long.num_tokens, long.num_targets, long.spans) == (short.num_tokens, short.num_targets, short.spans)
     assert long.is_token_BS is not None
@@ -54,10 +54,10 @@ def test_losses_gradients_and_routing_are_the_same(ranks: Any) -> None:
 def _compare() -> None:
     theirs = tiny_mixtral()
     found = []
-    for padding in (Padding(), Padding(128)):
+    for maker in (BatchMaker(), BatchMaker(128)):
         model: Any = loaded(build_model(theirs.config), theirs)
         attach_loss_head(model, "chunked")
-        batches: list[Batch] = [collate(rows, padding=padding) for rows in (ROWS, ROWS[:1])]
+        batches: list[Batch] = [collate(rows, maker=maker) for rows in (ROWS, ROWS[:1])]
         result = compute_gradients(model, batches, LossWeights(0.02, 0.001))
         found.append((result, {name: weight.grad for name, weight in model.named_parameters()}))
     (alone, grads), (padded, other_grads) = found
@@ -69,12 +69,14 @@ def _compare() -> None:
 
 
 def test_on_a_gpu_lengths_are_rounded_up_where_sdpa_attends() -> None:
-    def of(device: str, changes: dict[str, Any] | None = None, **settings: Any) -> Padding:
+    def of(device: str, changes: dict[str, Any] | None = None, **settings: Any) -> BatchMaker:
         flags, model_config = config(**settings), tiny_config(**(changes or {}))
-        model = build_model(model_config, choose_attention(flags.attn_implementation, flags.packing, model_config))
-        return padding_of(model, flags, device)
+        model = build_model(
+            model_config, choose_attention(flags.attn_implementation, bool(flags.packing), model_config)
+        )
+        return batch_maker_of(model, flags, device)
 
-    assert of("cuda") == Padding(128, 512)
-    assert of("cpu") == of("cuda", packing=True) == of("cuda", attn_implementation="eager") == Padding()
+    assert of("cuda") == BatchMaker(128, 512)
+    assert of("cpu") == of("cuda", packing=True) == of("cuda", attn_implementation="eager") == BatchMaker()
     by_length = {"head_dim": 8, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
-    assert of("cuda", by_length) == Padding(), "with the length its positions would change"
+    assert of("cuda", by_length) == BatchMaker(), "with the length its positions would change"

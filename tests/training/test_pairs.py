@@ -11,8 +11,10 @@ from transformers import AutoTokenizer
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.data.pairs import PAIRS
 from expertmesh.training.data.preview import print_preview, warnings_of
-from expertmesh.training.data.samples import DataOptions, Pairs, load_samples
+from expertmesh.training.data.sample_cache import load_samples
+from expertmesh.training.data.samples import Pairs
 from expertmesh.training.data.sequences import DataOrder, make_rows
+from expertmesh.training.data.tokenizing import DataOptions
 from tests.tiny import save_tokenizer
 
 TEMPLATE = (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from expertmesh.sharding.collectives.context_parallel import CPGroup
-from expertmesh.training.data.batch import Batch, Padding, collate
+from expertmesh.training.data.batch import Batch, BatchMaker, collate
 from expertmesh.training.data.samples import Sample
 from expertmesh.training.data.sequences import DataOrder
 from expertmesh.training.run import loop
@@ -43,7 +43,7 @@ def test_all_of_a_batch_is_pinned(batch: Batch, monkeypatch: pytest.MonkeyPatch)
 
 def loops_run(device: str) -> Any:
     return SimpleNamespace(
-        engine=SimpleNamespace(data_rank=0, mesh=SimpleNamespace(cp_group=None)), padding=Padding(4),
+        engine=SimpleNamespace(data_rank=0, mesh=SimpleNamespace(cp_group=None)), batch_maker=BatchMaker(4),
         task_inputs=TaskInputs(),
         inputs=SimpleNamespace(
             training=SimpleNamespace(

@@ -9,9 +9,9 @@ from transformers import AutoTokenizer
 
 from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.preview import print_preview
-from expertmesh.training.data.samples import DataOptions, _lines
-from expertmesh.training.data.sequences import DataOrder, make_rows, pack
-from expertmesh.training.data.truncation import Tokenized
+from expertmesh.training.data.sequences import DataOrder, make_rows, pack, wrap
+from expertmesh.training.data.tokenizing import _line
+from expertmesh.training.data.truncation import Tokenized, cut_to_length
 from tests.training.test_data import load, write
 
 
@@ -132,10 +132,29 @@ def test_group_by_length(seed: int) -> None:
     assert all(order.global_batch(step) == other.global_batch(step) for step in range(200))
 
 
+@pytest.mark.parametrize("capacity", [2, 3, 7, 64])
+def test_wrapped_texts_fill_every_sequence(capacity: int) -> None:
+    """Each token is in one sequence, but for a last one that would be there alone; each but the first is predicted
+    once."""
+    lengths = torch.randint(2, 30, (200,), generator=torch.Generator().manual_seed(capacity))
+    rows = wrap(lengths, capacity, seed=0)
+    used = [sum(end - begin for _, begin, end in row) for row in rows]
+    assert used[:-1] == [capacity] * (len(rows) - 1)
+    assert 0 < used[-1] <= capacity
+    pieces = sorted(piece for row in rows for piece in row)
+    for text, length in enumerate(lengths.tolist()):
+        own = [(begin, end) for number, begin, end in pieces if number == text]
+        predicted = [at for begin, end in own for at in range(begin + 1, min(end + 1, length))]
+        assert predicted == list(range(1, length))
+        assert [begin for begin, _ in own] == [0, *(end for _, end in own[:-1])]
+        assert own[-1][0] < length - 1, "the last token predicts nothing"
+    assert wrap(lengths, capacity, seed=0) == rows != wrap(lengths, capacity, seed=1)
+
+
 def test_targets_are_what_a_token_comes_before() -> None:
     """Nothing predicts the first token, and what is cut off is no target."""
     texts = [Tokenized([5, 6, 7], [True, False, True], {7}), Tokenized([5, 6, 7, 8], [True] * 4, {8})]
-    lines = [line for text in texts for line in _lines(text, (), DataOptions(3), {7, 8})]
+    lines = [_line(part, {7, 8}, False) for text in texts for part in cut_to_length(text, "right", 3)]
     assert [line["num_targets"] for line in lines] == [1, 2]
     assert [line["length"] for line in lines] == [3, 3]
     assert [line["is_cut"] for line in lines] == [False, True]

@@ -15,9 +15,11 @@ from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.data_files import RowSource, open_files
 from expertmesh.training.data.record_kinds import SPLIT_TURNS
-from expertmesh.training.data.samples import DataOptions, Sample, load_samples
+from expertmesh.training.data.sample_cache import load_samples
+from expertmesh.training.data.samples import Sample
 from expertmesh.training.data.sequences import DataOrder
 from expertmesh.training.data.stream import Stream, StreamPosition, place_in
+from expertmesh.training.data.tokenizing import DataOptions
 from expertmesh.training.start.inputs import _read_samples
 from tests.tiers import tiered
 

@@ -13,13 +13,15 @@ from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data import encoding
 from expertmesh.training.data.chat import TrainOn, render, set_chat_template, tokenize
 from expertmesh.training.data.data_files import open_files
-from expertmesh.training.data.formats import Conversation
+from expertmesh.training.data.formats import Columns, Conversation
 from expertmesh.training.data.pairs import PAIRS
 from expertmesh.training.data.preview import describe_origin, warnings_of
 from expertmesh.training.data.record_kinds import PIECES, SPLIT_TURNS
-from expertmesh.training.data.samples import DataOptions, Samples, hold_out, load_samples
+from expertmesh.training.data.sample_cache import load_samples
+from expertmesh.training.data.samples import Samples, hold_out
 from expertmesh.training.data.sequences import DataOrder, make_rows
 from expertmesh.training.data.stream import Stream
+from expertmesh.training.data.tokenizing import DataOptions
 from expertmesh.training.data.truncation import (
     Calls,
     Tokenized,
@@ -30,6 +32,7 @@ from expertmesh.training.data.truncation import (
     truncate,
 )
 from expertmesh.training.run.banner import data_line
+from expertmesh.training.run.loop import order_facts
 from expertmesh.training.start.inputs import Inputs, _read_samples, _without_effect, data_options
 
 CALL = Calls(4, 6, 9)
@@ -129,6 +132,7 @@ def test_a_text_in_parts_has_the_tokens_of_the_text(
     assert tokenizer.decode(found.tokens) == tokenizer.decode(whole["input_ids"])
 
 
+WRAPPING: dict[str, Any] = {"packing": "wrapped"}
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -155,6 +159,37 @@ def test_split_text(tmp_path: Path, tokenizer: Any) -> None:
     stream = Stream("--dataset", files, tokenizer, options, packing=False, size=2, seed=0)
     streamed = [rows[number][0].tokens for rows, number in stream.batch(0, 8)]
     assert sorted(streamed) == sorted(sample.tokens for sample in samples)
+
+
+@pytest.mark.parametrize("max_seq_length", [5, 16, 300])
+def test_wrapped_texts(tmp_path: Path, tokenizer: Any, max_seq_length: int) -> None:
+    """From the table of the pieces of --truncation split, those of --packing wrapped; a stream has the same ones."""
+    texts = [ALPHABET[:length] for length in (26, 3, 9, 1, 12, 5)]
+    file, columns = tmp_path / "data.jsonl", Columns(weight="w")
+    rows = [{"text": text, "w": 0.5} for text in texts]
+    samples = load(tokenizer, file, rows, max_seq_length, truncation="split", columns=columns)
+    wrapped = make_rows(samples, "wrapped", max_seq_length, seed=3)
+    positions = sum(len(text) + 1 for text in texts)
+    assert wrapped.lengths.tolist()[:-1] == [max_seq_length] * (len(wrapped) - 1)
+    assert positions - len(wrapped) < int(wrapped.lengths.sum()) <= positions
+    pieces = wrapped.samples
+    assert [piece.length for piece in pieces] == pieces.lengths.tolist()
+    assert [len(piece.tokens) - 1 for piece in pieces] == pieces.targets.tolist()
+    assert [piece.weights for piece in pieces] == [[0.5] * len(piece.tokens) for piece in pieces]
+    predicted = [token for at in range(len(wrapped)) for piece in wrapped[at] for token in piece.tokens[1:]]
+    assert sorted(tokenizer.decode(predicted).split(tokenizer.eos_token)) == sorted(["", *(text[1:] for text in texts)])
+    assert int(pieces.targets.sum()) == int(samples.targets.sum()) == positions - len(texts)
+    (origin,) = pieces.origins
+    assert (origin.rows, origin.split, origin.used, origin.lost) == (6, 0, 6, 0)
+    files = open_files("--dataset", str(file), "", "train")
+    options = DataOptions(max_seq_length, columns, truncation="split", kind=PIECES)
+    stream = Stream("--dataset", files, tokenizer, options, packing="wrapped", size=6, seed=3)
+    assert [list(stream.first.rows[at]) for at in range(len(wrapped))] == [wrapped[at] for at in range(len(wrapped))]
+    line = data_line(Inputs(tokenizer, None, "", wrapped, None), DataOrder(len(wrapped), 1, 1, 1, 0))
+    assert line.startswith(f"{len(pieces)} pieces packed into {len(wrapped)} sequence")
+    assert line.endswith("; no token is lost")
+    config = TrainConfig(model="m", dataset=[str(file)], **WRAPPING)
+    assert order_facts(config, wrapped, DataOrder(len(wrapped), 1, 1, 1, 0))["packing"] == 2, "a resume is of the same"
 
 
 @pytest.mark.parametrize("policy", ["right", "left", "drop", "split"])
@@ -254,11 +289,21 @@ def test_what_is_refused(tmp_path: Path, tokenizer: Any) -> None:
     for row, policy, said in cases:
         with pytest.raises(ExpertMeshError, match=said):
             load(tokenizer, tmp_path / "data.jsonl", [row], 20, truncation=policy)
-    for settings, said in (
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"truncation": "split", "split_turns": True}, "is for plain text, and --split-turns for conversations"),
         ({"truncation": "split", "task": "dpo"}, "is for plain text, which --task dpo does not train on"),
+        (WRAPPING | {"truncation": "left"}, "--packing wrapped: cuts texts; leave --truncation out"),
+        (WRAPPING | {"split_turns": True}, "--packing wrapped: cuts plain text; leave --split-turns out"),
+        (WRAPPING | {"task": "kto"}, "plain text, which --task kto does not train on; give --packing"),
+        (WRAPPING | {"images": True}, "plain text; give --packing with --images"),
+        (WRAPPING | {"teacher": "t"}, "samples; give --packing with --teacher"),
+        (WRAPPING | {"loss_average": "sample"}, "samples; give --packing with --loss-average sample"),
         ({"truncation": "left", "images": True}, "--truncation left: does not work with --images"),
         ({"truncation": "left", "task": "kto"}, "--truncation left: does not work with --task kto"),
-    ):
+    ]
+    for settings, said in refused:
         with pytest.raises(ExpertMeshError, match=said):
             TrainConfig(model="m", dataset=["d.jsonl"], **settings)
+    weighted = TrainConfig(model="m", dataset=["a.jsonl:1", "b.jsonl:2"], **WRAPPING)
+    with pytest.raises(ExpertMeshError, match="--packing wrapped: takes texts completely; leave out the weights"):
+        _read_samples(weighted, tokenizer)

@@ -14,6 +14,7 @@ from ...sharding.runtime.watchdog import collectives_limit
 from ..config.flags import default_of, group_of
 from ..config.tasks import SFT
 from ..config.train_config import DEFAULTS, SETTINGS, TrainConfig, make_config, read_by
+from ..data.truncation import WRAPPED
 from ..engine.engine import Engine, start_engine
 from ..start.consistency import start_facts
 from ..start.process import prepare_process
@@ -55,6 +56,8 @@ def load(model: str | Path | TrainConfig, **settings: Any) -> Engine:
             f"teacher={config.teacher!r}: only train_ep.py learns from a teacher, whose predictions it computes "
             "from its data; use it, or give engine.step a loss of your own"
         )
+    if config.packing == WRAPPED:
+        raise ExpertMeshError("packing='wrapped': only train_ep.py cuts texts, those of its data; give packing=True")
     for line in _without_effect(config, given):
         warn_user(line)
     prepare_process(config)

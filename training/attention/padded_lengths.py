@@ -5,14 +5,14 @@ from typing import Any
 from ...moe.hf_model.images import images_of
 from ...moe.hf_model.mtp import mtp_of
 from ..config.train_config import TrainConfig
-from ..data.batch import Padding
+from ..data.batch import BatchMaker
 from ..data.images import ImageReader
 from .context_parallel_attention import looks_for_longest
 
 _MULTIPLE = 128
 
 
-def padding_of(model: Any, config: TrainConfig, device_type: str) -> Padding:
+def batch_maker_of(model: Any, config: TrainConfig, device_type: str) -> BatchMaker:
     """How batches of a model are padded.
 
     torch's sdpa on a GPU prefers cuDNN's attention where there is one, which builds a plan for every number of
@@ -23,6 +23,6 @@ def padding_of(model: Any, config: TrainConfig, device_type: str) -> Padding:
     looks_ahead, images = mtp_of(model) is not None, None if images_of(model) is None else ImageReader(model)
     is_sdpa = model.config._attn_implementation == "sdpa" and not config.packing
     if device_type != "cuda" or not is_sdpa or any(looks_for_longest(module) for module in model.modules()):
-        return Padding(looks_ahead=looks_ahead, images=images)
+        return BatchMaker(looks_ahead=looks_ahead, images=images)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return Padding(_MULTIPLE, positions if isinstance(positions, int) else None, looks_ahead, images)
+    return BatchMaker(_MULTIPLE, positions if isinstance(positions, int) else None, looks_ahead, images)

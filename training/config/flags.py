@@ -29,12 +29,12 @@ _OF_PARSERS = ("choices", "const", "help", "metavar", "nargs", "type")
 class FlagParser(Parser):
     """Has a flag for each field of a dataclass.
 
-    A bool is a switch that also takes a value, and has a `--no-` form where it is on by default; a Literal has choices;
-    a list takes one value or more. In `--help` it is under the title that is the GROUP of the class whose field it is
-    (groups come in the order of their first fields). Of a field's metadata, "aliases" are its other names, and
-    `_OF_PARSERS` go to `add_argument`. "scope" marks a setting that may be another on each node: "input", a place that
-    is read; "output", one that is written; "node", anything. "help" and "choices" may be functions without arguments:
-    the parser has what they return when it is made.
+    A bool is a switch that also takes a value, with a Literal beside it one of its words, too, and has a `--no-` form
+    where it is on by default; a Literal has choices; a list takes one value or more. In `--help` it is under the title
+    that is the GROUP of the class whose field it is (groups come in the order of their first fields). Of a field's
+    metadata, "aliases" are its other names, and `_OF_PARSERS` go to `add_argument`. "scope" marks a setting that may be
+    another on each node: "input", a place that is read; "output", one that is written; "node", anything. "help" and
+    "choices" may be functions without arguments: the parser has what they return when it is made.
 
     Flags of other tools are refused, all in one error, with what to give instead; one that asks only for what is done
     anyway is passed over. What they call a setting is in the OTHERS of the class whose field it is.
@@ -167,6 +167,7 @@ class FlagParser(Parser):
         if arguments["type"] is bool:
             del arguments["type"]
             arguments["action"] = Switch
+            arguments["words"] = words_of_switch(setting)
         elif get_origin(arguments["type"]) is list:
             arguments.update(type=get_args(arguments["type"])[0], nargs="+")
         elif get_origin(arguments["type"]) is Literal:
@@ -191,10 +192,24 @@ def default_of(setting: Field[Any]) -> Any:
     return setting.default if setting.default_factory is MISSING else setting.default_factory()
 
 
+def words_of_switch(setting: Field[Any]) -> list[str]:
+    """What a switch takes beside truth values."""
+    return [word for kind in _kinds(setting) if get_origin(kind) is Literal for word in get_args(kind)]
+
+
+def is_switch(setting: Field[Any]) -> bool:
+    """Whether a field is a bool, perhaps with words beside."""
+    return bool in _kinds(setting)
+
+
+def _kinds(setting: Field[Any]) -> tuple[Any, ...]:
+    # typing's own kind of union is what a Literal makes one of
+    return get_args(setting.type) if get_origin(setting.type) in (UnionType, Union) else (setting.type,)
+
+
 def value_type(setting: Field[Any]) -> Any:
     """The type of a field; without None, which is what leaving out the flag gives."""
-    # typing's own kind of union is what a Literal makes one of
-    if get_origin(setting.type) in (UnionType, Union):
-        (kind,) = (kind for kind in get_args(setting.type) if kind is not type(None))
-        return kind
-    return setting.type
+    if is_switch(setting):
+        return bool
+    (kind,) = (kind for kind in _kinds(setting) if kind is not type(None))
+    return kind

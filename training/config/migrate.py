@@ -46,7 +46,10 @@ class Migrated:
     def take(self, settings: Mapping[str, Any], note: str) -> None:
         """Write settings, but for those that have another value already."""
         for name, value in settings.items():
-            if self.settings.setdefault(name, value) == value:
+            there = self.settings.setdefault(name, value)
+            if there is True and isinstance(value, str):  # a switch's word says more than that it is on
+                self.settings[name] = there = value
+            if there == value or (value is True and isinstance(there, str)):
                 self.notes[name] = "; ".join(filter(None, (self.notes.get(name), note)))
             else:
                 self.open.append(f"{note}: {name} is {_as_yaml(self.settings[name])} already, by {self.notes[name]}")

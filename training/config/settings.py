@@ -22,7 +22,7 @@ from ...sharding.topology import DenseShard
 from ..data.chat import TrainOn
 from ..data.data_files import SampleBy
 from ..data.templates import BUILT_IN
-from ..data.truncation import Truncation
+from ..data.truncation import WRAPPED, Packing, Truncation
 from .moves import Moves
 from .optimizers import ADAMW_FUSED, OPTIMIZERS, OptimizerEntry, optimizers_in_words
 from .other_tools import Others
@@ -371,7 +371,8 @@ class DataSettings:
         "--truncation left": "truncation=keep_end",
         "--truncation drop": "truncation=delete",
         "--truncation error": "truncation=raise",
-        "--truncation split --packing": "packing_strategy=bfd_split packing_strategy=wrapped",
+        "--truncation split --packing": "packing_strategy=bfd_split",
+        "--packing wrapped": "packing_strategy=wrapped",
         "packing": "sample_packing neat_packing padding_free",
         "streaming": "dataset_streaming",
         "shuffle_buffer": "buffer_size shuffle_buffer_size",
@@ -501,11 +502,38 @@ class DataSettings:
         excludes=("images", "--skip-bad-records: does not work with --images; mend the records, or leave them out"),
         is_later=True,
     )
-    packing: bool = _flag(
+    packing: Packing = _flag(
         False,
-        "Pack several samples into one sequence, each with its own positions and attention",
+        "Pack several samples into one sequence, each with its own positions and attention; wrapped: plain text alone, "
+        "which goes on in the next sequence where one is full",
         of=_PROCESS,
         moves=Moves.BATCHES,
+        excludes=[
+            (
+                lambda packing, truncation: packing == WRAPPED and truncation != "right",
+                "--packing wrapped: cuts texts; leave --truncation out",
+            ),
+            (
+                lambda packing, split_turns: packing == WRAPPED and split_turns,
+                "--packing wrapped: cuts plain text; leave --split-turns out",
+            ),
+            (
+                lambda packing, task: packing == WRAPPED and not TASKS.get(task).records.in_pieces,
+                "--packing wrapped: cuts plain text, which --task {task} does not train on; give --packing",
+            ),
+            (
+                lambda packing, images: packing == WRAPPED and images,
+                "--packing wrapped: cuts plain text; give --packing with --images",
+            ),
+            (
+                lambda packing, teacher: packing == WRAPPED and teacher,
+                "--packing wrapped: cuts samples; give --packing with --teacher",
+            ),
+            (
+                lambda packing, loss_average: packing == WRAPPED and loss_average == "sample",
+                "--packing wrapped: cuts samples; give --packing with --loss-average sample",
+            ),
+        ],
     )
     group_by_length: bool = _flag(
         False,
@@ -558,6 +586,11 @@ class DataSettings:
         moves=Moves.NOTHING,
         in_plans=True,
     )
+
+    @property
+    def splits_texts(self) -> bool:
+        """Whether plain text that is too long becomes several samples."""
+        return self.truncation == "split" or self.packing == WRAPPED
 
     @property
     def ends_after_data(self) -> bool:

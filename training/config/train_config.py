@@ -24,7 +24,7 @@ from ...moe.util.errors import ExpertMeshError, SeveralMistakes, problems_of
 from ...moe.util.parser import flag_of, unknown_name
 from ...sharding.parallelize.choices import Strategy
 from ...sharding.topology import Topology
-from .flags import LIMITS, FlagParser, default_of, of_class, value_type
+from .flags import LIMITS, FlagParser, default_of, is_switch, of_class, value_type
 from .moves import Moves
 from .settings import (
     ENGINE,
@@ -822,8 +822,8 @@ def setting_of(parser: FlagParser, key: str, value: Any, given: dict[str, str]) 
         raise ExpertMeshError(f"{key} is a list; give one value")
     if isinstance(value, list) and None in value:
         raise ExpertMeshError(f"{key} has an empty entry (null); leave it out, or write its text in quotes")
-    is_switch = SETTINGS[name].type is bool or "bool" in SETTINGS[name].metadata.get("also", ())
-    if not is_switch and any(isinstance(each, bool) for each in (value if isinstance(value, list) else [value])):
+    takes_bool = is_switch(SETTINGS[name]) or "bool" in SETTINGS[name].metadata.get("also", ())
+    if not takes_bool and any(isinstance(each, bool) for each in (value if isinstance(value, list) else [value])):
         raise ExpertMeshError(f"{key} is {value}, as a switch is; give text or a number")
     if isinstance(value, dict):
         if not any(kind.startswith("dict") for kind in SETTINGS[name].metadata.get("also", ())):

@@ -4,7 +4,7 @@ Shape suffixes: B sequences, S positions, N target tokens.
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from ...moe.util.errors import ExpertMeshError
 from ...moe.util.step_parts import register_step_part
 from ...sharding.collectives.context_parallel import CPGroup
 from .images import ImageReader, Images
+from .pictures import ImageProcessor
 from .samples import Sample
 from .sequences import Rows
 
@@ -47,26 +48,39 @@ class SplitSequences:
 
 
 @dataclass(frozen=True)
-class Padding:
-    """The lengths that sequences are padded to: that of a batch's longest one, rounded up to a `multiple`, but not
-    beyond `limit`. Padding has no loss and is not routed. looks_ahead: whether batches have what a layer for
-    multi-token prediction is told. images: takes the images of batches; None: the model takes none."""
+class BatchMaker:
+    """How sequences become the batches of a model.
+
+    They are padded to the length of a batch's longest one, rounded up to a `multiple`, but not beyond `limit`. Padding
+    has no loss and is not routed. looks_ahead: whether batches have what a layer for multi-token prediction is told.
+    images: takes the images of batches; None: the model takes none. pictures: reads those of samples; None: samples
+    have none.
+    """
 
     multiple: int = 1
     limit: int | None = None
     looks_ahead: bool = False
     images: ImageReader | None = None
+    pictures: ImageProcessor | None = None
 
     def length(self, longest: int) -> int:
         rounded = -(-longest // self.multiple) * self.multiple
         return rounded if self.limit is None else max(longest, min(rounded, self.limit))
 
-    def within(self, limit: int) -> "Padding":
+    def within(self, limit: int) -> "BatchMaker":
         """The same, not beyond this limit either."""
         return replace(self, limit=limit if self.limit is None else min(limit, self.limit))
 
+    def pixels(self, samples: Iterable[Sample]) -> dict[str, Tensor]:
+        """What the model takes for the images of samples; empty where they have none."""
+        pictures = [picture for sample in samples for picture in sample.images]
+        if self.images is None or not pictures:
+            return {}
+        assert self.pictures is not None
+        return self.images.of_pictures(pictures, self.pictures)
 
-AS_LONG_AS_LONGEST = Padding()
+
+AS_LONG_AS_LONGEST = BatchMaker()
 
 
 @dataclass(frozen=True)
@@ -256,7 +270,7 @@ class LossInputs:
 def collate(
     rows: Sequence[Sequence[Sample]],
     cp_group: CPGroup | None = None,
-    padding: Padding = AS_LONG_AS_LONGEST,
+    maker: BatchMaker = AS_LONG_AS_LONGEST,
     loss_inputs: LossInputs | None = None,
     is_weighted: bool = False,
 ) -> Batch:
@@ -265,46 +279,47 @@ def collate(
 
     Args:
         cp_group: the CP group that splits the sequences, if any: this rank gets its part of each.
-        padding: how long sequences become.
+        maker: how long sequences become, and what batches have beside tokens.
         loss_inputs: for a loss of log-probabilities.
         is_weighted: whether it gets the samples' weights beside them.
     """
-    lengths = [[len(sample.tokens) for sample in row] for row in rows]
+    lengths = [[sample.length for sample in row] for row in rows]
     tokens_BS = torch.zeros(max(len(rows), 1), max(map(sum, lengths), default=1), dtype=torch.int64)
     targets_BS = torch.full_like(tokens_BS, IGNORED)
     weights_BS = torch.ones(tokens_BS.shape if is_weighted else 0)
     for index, row in enumerate(rows):
         start = 0
         for sample in row:
-            end = start + len(sample.tokens)
+            end = start + sample.length
             tokens = torch.tensor(sample.tokens, dtype=torch.int64)
             trained = torch.tensor(sample.is_trained, dtype=torch.bool)
-            tokens_BS[index, start:end] = tokens
-            # position i predicts token i + 1; the last one of a sample predicts nothing
-            targets_BS[index, start : max(end - 1, start)] = torch.where(trained[1:], tokens[1:], IGNORED)
+            tokens_BS[index, start:end] = tokens[: sample.length]
+            # position i predicts token i + 1; the last one of a sample predicts nothing but a token beyond the sequence
+            predicting = slice(start, start + max(len(sample.tokens) - 1, 0))
+            targets_BS[index, predicting] = torch.where(trained[1:], tokens[1:], IGNORED)
             if sample.weights is not None:
-                weights_BS[index, start : max(end - 1, start)] = torch.tensor(sample.weights[1:])
+                weights_BS[index, predicting] = torch.tensor(sample.weights[1:])
             start = end
     if is_weighted:
         loss_inputs = replace(loss_inputs or LossInputs(), by_target_BS={WEIGHT: weights_BS})
-    pixels = {} if padding.images is None else padding.images.of_samples(itertools.chain(*rows))
-    return _batch(tokens_BS, targets_BS, lengths, cp_group, padding, loss_inputs, pixels)
+    pixels = maker.pixels(itertools.chain(*rows))
+    return _batch(tokens_BS, targets_BS, lengths, cp_group, maker, loss_inputs, pixels)
 
 
 def collate_rows(
     rows: Rows,
     numbers: Sequence[int],
     cp_group: CPGroup | None,
-    padding: Padding,
+    maker: BatchMaker,
     loss_inputs: LossInputs | None = None,
 ) -> Batch:
     """`collate` of entries of the data, each of which may become several sequences."""
     sequences = [sequence for number in numbers for sequence in rows.sequences(number)]
-    batch = collate(sequences, cp_group, padding, loss_inputs, rows.samples.is_weighted)
+    batch = collate(sequences, cp_group, maker, loss_inputs, rows.samples.is_weighted)
     if loss_inputs is None or loss_inputs.mismatched is None:
         return batch
     others, of_others = loss_inputs.mismatched
-    return replace(batch, mismatched=collate_rows(others, numbers, cp_group, padding, of_others))
+    return replace(batch, mismatched=collate_rows(others, numbers, cp_group, maker, of_others))
 
 
 _NEEDLESS = frozenset(
@@ -317,7 +332,7 @@ def batch_of(
     inputs: Mapping[str, Any],
     packing: bool,
     cp_group: CPGroup | None = None,
-    padding: Padding = AS_LONG_AS_LONGEST,
+    maker: BatchMaker = AS_LONG_AS_LONGEST,
     for_loss: bool = False,
 ) -> Batch:
     """One micro-batch as transformers' and trl's data collators make it.
@@ -332,13 +347,13 @@ def batch_of(
             `loss_inputs`, a dict of tensors: (samples,), or (B, S) as `labels` are.
         packing: whether the model keeps several samples in one sequence apart.
         cp_group: the CP group that splits the sequences, if any: this rank gets its part of each.
-        padding: how long sequences become; what they are padded with already is taken off first.
+        maker: how long sequences become; what they are padded with already is taken off first.
         for_loss: whether the loss is one's own.
 
     Raises:
         ExpertMeshError: it has something else, or of another shape; or several samples in a sequence without `packing`.
     """
-    images = padding.images
+    images = maker.images
     known = ("input_ids", "labels", "attention_mask", "position_ids", "shift_labels")
     given = {name: _tensor(inputs, name) for name in known}
     tokens_BS, labels_BS, mask_BS, positions_BS, shifted_BS = given.values()
@@ -400,7 +415,7 @@ def batch_of(
             if len(x) != number:
                 raise ExpertMeshError(f"loss_inputs has {len(x)} values of {name} for {number} samples in a batch")
         given_inputs = LossInputs(by_sample, by_target, place_BS)
-    return _batch(tokens_BS, targets_BS, lengths, cp_group, padding, given_inputs, pixels)
+    return _batch(tokens_BS, targets_BS, lengths, cp_group, maker, given_inputs, pixels)
 
 
 _PLACE = "labels"
@@ -491,10 +506,10 @@ def _lengths(positions_BS: Tensor, counts: Sequence[int]) -> list[list[int]]:
     return lengths
 
 
-def _length(longest: int, cp_group: CPGroup | None, padding: Padding) -> int:
+def _length(longest: int, cp_group: CPGroup | None, maker: BatchMaker) -> int:
     """Positions per sequence, such that it can be cut into parts of equal length."""
     runs = 1 if cp_group is None else cp_group.size
-    return -(-padding.length(max(longest, 1)) // runs) * runs
+    return -(-maker.length(max(longest, 1)) // runs) * runs
 
 
 def _resized(x_BS: Tensor, length: int, fill: int = 0) -> Tensor:
@@ -507,7 +522,7 @@ def _batch(
     targets_BS: Tensor,
     lengths: Sequence[Sequence[int]],
     cp_group: CPGroup | None,
-    padding: Padding,
+    maker: BatchMaker,
     loss_inputs: LossInputs | None,
     pixels: Mapping[str, Tensor],
 ) -> Batch:
@@ -519,7 +534,7 @@ def _batch(
         loss_inputs: for a loss of one's own; None: there is none.
         pixels: what the model takes for the images, complete.
     """
-    length = _length(max(map(sum, lengths), default=1), cp_group, padding)
+    length = _length(max(map(sum, lengths), default=1), cp_group, maker)
     tokens_BS, targets_BS = _resized(tokens_BS, length), _resized(targets_BS, length, IGNORED)
     positions_BS, is_token_BS = torch.zeros_like(tokens_BS), torch.zeros_like(tokens_BS, dtype=torch.bool)
     for index, samples in enumerate(lengths):
@@ -531,7 +546,7 @@ def _batch(
     tokens_BS, targets_BS = tokens_BS.where(is_token_BS, 0), targets_BS.where(is_token_BS, IGNORED)
     is_packed = any(len(samples) > 1 for samples in lengths)
     split, run, is_target_BS = None, slice(0, length), targets_BS != IGNORED
-    ahead = _ahead(tokens_BS, positions_BS, is_token_BS, targets_BS, cp_group) if padding.looks_ahead else None
+    ahead = _ahead(tokens_BS, positions_BS, is_token_BS, targets_BS, cp_group) if maker.looks_ahead else None
     if cp_group is not None:
         if not is_packed:
             # padding takes the last position that a token has: what looks for the longest sequence must find it
@@ -542,8 +557,8 @@ def _batch(
         split = SplitSequences(cp_group, positions_BS, is_packed, tuple(num_targets.tolist()))
         run = slice(each * cp_group.index, each * (cp_group.index + 1))
     images: Images | None = None
-    if padding.images is not None:
-        images = padding.images.placed(pixels, tokens_BS, is_token_BS, lengths, run)
+    if maker.images is not None:
+        images = maker.images.placed(pixels, tokens_BS, is_token_BS, lengths, run)
     if split is not None:
         parts = (tokens_BS, positions_BS, is_token_BS, targets_BS)
         tokens_BS, positions_BS, is_token_BS, targets_BS = (part[:, run].contiguous() for part in parts)
@@ -641,7 +656,7 @@ def _spans(lengths: Sequence[Sequence[int]], run: slice) -> tuple[range, ...]:
 
 
 def _segments(lengths: Sequence[Sequence[int]], length: int) -> tuple[int, ...]:
-    """Padding in segments no longer than the longest sample, so that it reaches nothing that no sample does, such as
+    """BatchMaker in segments no longer than the longest sample, so that it reaches nothing that no sample does, such as
     what compresses so many tokens to one."""
     longest = max(itertools.chain([1], *lengths))
     segments: list[int] = []

@@ -5,7 +5,7 @@ One image is one run of image tokens, as in transformers' own code. Image tokens
 Shape suffixes: B sequences, S positions of full ones, L of them on this rank, N image tokens on this rank.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,8 +17,7 @@ from torch import Tensor
 from ...moe.hf_model.images import GRID, KINDS, PIXELS, images_of, rope_positions
 from ...moe.util.child import cores
 from ...moe.util.errors import ExpertMeshError
-from .pictures import ImageProcessor
-from .samples import Sample
+from .pictures import ImageProcessor, Picture
 
 
 @dataclass(frozen=True)
@@ -51,13 +50,10 @@ class Images:
 
 
 class ImageReader:
-    """Takes the images out of batches as transformers' and trl's data collators make them, and reads those of samples.
+    """Takes the images out of batches as transformers' and trl's data collators make them, and those of samples.
 
     Args:
         model: from `build_model`, with the parts that images pass.
-
-    Attributes:
-        processor: reads images of samples; None: samples have none.
     """
 
     def __init__(self, model: Any):
@@ -65,20 +61,15 @@ class ImageReader:
         assert facts is not None
         self.model, self.facts = model, facts
         self.names = (*facts.inputs, KINDS)
-        self.processor: ImageProcessor | None = None
 
-    def of_samples(self, samples: Iterable[Sample]) -> dict[str, Tensor]:
-        """What the model takes for the images of samples, in host memory; empty where they have none.
+    def of_pictures(self, pictures: Sequence[Picture], processor: ImageProcessor) -> dict[str, Tensor]:
+        """What the model takes for images of samples, in host memory.
 
         Raises:
             ExpertMeshError: an image has changed since the samples were made.
         """
-        pictures = [picture for sample in samples for picture in sample.images]
-        if not pictures:
-            return {}
-        assert self.processor is not None
         with ThreadPoolExecutor(min(len(pictures), cores())) as pool:
-            found = list(pool.map(self.processor.pixels, pictures))
+            found = list(pool.map(processor.pixels, pictures))
         return self.read({name: torch.cat([each[name] for each in found]) for name in self.facts.inputs})
 
     def read(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:

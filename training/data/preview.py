@@ -9,7 +9,9 @@ from rich.text import Text
 
 from .lengths import lines_of_lengths
 from .pictures import Picture
-from .samples import Noted, Origin, Sample, Samples, left_out
+from .record_kinds import PIECES
+from .sample_cache import left_out
+from .samples import Noted, Origin, Sample, Samples
 from .sequences import DataOrder, Rows
 from .truncation import length_that_keeps
 
@@ -28,7 +30,7 @@ def print_preview(rows: Rows, order: DataOrder, tokenizer: Any, max_seq_length: 
     console = Console(highlight=False, soft_wrap=True, _environ=os.environ)
     for index in order.global_batch(0)[:number]:
         row = rows[index]
-        tokens = sum(len(sample.tokens) for sample in row)
+        tokens = sum(sample.length for sample in row)
         console.print(Text(f"sequence {index}: {_count(len(row), 'sample')}, {tokens:,} tokens", style=_EDGE))
         for place, sample in enumerate(row):
             if place:
@@ -36,6 +38,8 @@ def print_preview(rows: Rows, order: DataOrder, tokenizer: Any, max_seq_length: 
                     Text("── next sample: positions start again at 0, attention does not reach back ──", _EDGE)
                 )
             console.print(_as_text(sample, tokenizer, marks=console.color_system is None))
+            if sample.beyond:
+                console.print(Text("── its last token is predicted, and is not in this sequence ──", _EDGE))
         console.print()
     console.print(_counts(rows, order, max_seq_length), markup=False)
     console.print("\n".join(["", *lines_of_lengths(rows.samples.origins, max_seq_length)]), markup=False)
@@ -125,9 +129,11 @@ def _lost(origins: Sequence[Origin]) -> str:
     return f": {lost:,} tokens of {tokens:,} ({lost / tokens:.1%}) are lost" if lost else ""
 
 
-def lost_in_words(origins: Sequence[Origin]) -> str:
+def lost_in_words(samples: Samples) -> str:
     """What data sets lose to --max-seq-length, behind what of them is trained on; empty: nothing."""
-    lost, tokens = (sum(getattr(origin, name) for origin in origins) for name in ("lost", "tokens"))
+    if samples.kind is PIECES:
+        return "; no token is lost"
+    lost, tokens = (sum(getattr(origin, name) for origin in samples.origins) for name in ("lost", "tokens"))
     return f"; {lost / tokens:.1%} of all tokens are lost to --max-seq-length" if lost else ""
 
 

@@ -102,7 +102,7 @@ class _Pieces(RecordKind):
         return [((said,), {})]
 
 
-PIECES = _Pieces("pieces", key="pieces", numbers={RECORD: "int64"})
+PIECES = _Pieces("pieces", "piece", key="pieces", numbers={RECORD: "int64"})
 """Plain text that is split into pieces, each a sample of its own."""
 CONVERSATIONS = RecordKind(
     "conversations",

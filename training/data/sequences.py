@@ -1,19 +1,23 @@
-"""Sequences of one sample each, or of several by first-fit-decreasing packing; and the order in which ranks see them.
+"""Sequences of one sample each, or of several: by first-fit-decreasing packing, or of texts that go on from one to the
+next; and the order in which ranks see them.
 
 Which sequences make up global batch n depends on the seed and the global batch size alone, never on how many ranks or
 accumulation steps they are distributed over.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from .samples import Sample, Samples
+from .record_kinds import PIECES
+from .samples import Origin, Sample, Samples, column_of
+from .truncation import WRAPPED, Packing
 
 T = TypeVar("T")
 
@@ -56,8 +60,97 @@ class Rows(Sequence[list[Sample]]):
         return [self[index]] if self.num_sequences == 1 else [[sample] for sample in self[index]]
 
 
-def make_rows(samples: Samples, packing: bool, max_seq_length: int, seed: int) -> Rows:
+class WrappedTexts(Samples):
+    """Texts in the pieces that packed sequences have of them, each an entry.
+
+    The table has them in other pieces, those of --truncation split, of which as few are read at a time as it takes.
+
+    Args:
+        samples: of plain text, all of whose tokens are trained on.
+        groups: of each sequence the pieces, as `wrap` gives them.
+    """
+
+    kind = PIECES
+
+    def __init__(self, samples: Samples, groups: Sequence[Sequence["Piece"]]):
+        super().__init__(samples.dataset, [_of_texts(origin) for origin in samples.origins])
+        self._pieces = torch.tensor([piece for group in groups for piece in group], dtype=torch.int64)
+        self._first_lines, self._text_lengths = _texts(samples)
+        # lines of a text share a token
+        self._begins = torch.cat([torch.zeros(1, dtype=torch.int64), (self.lengths - 1).cumsum(0)])
+        texts, begins, ends = self._pieces.unbind(1)
+        self.lengths = self.longest = ends - begins
+        self.targets = self.lengths - (ends == self._text_lengths[texts]).long()
+        self.is_cut = torch.zeros_like(texts)
+        self.sources = samples.sources[self._first_lines[texts]]
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def __getitem__(self, index: Any) -> Any:
+        text, begin, end = self._pieces[int(index)].tolist()
+        beyond = end < int(self._text_lengths[text])
+        before = int(self._begins[self._first_lines[text]])
+        begin, end = before + begin, before + end + beyond
+        first = int(torch.searchsorted(self._begins, begin, right=True)) - 1
+        last = int(torch.searchsorted(self._begins, end - 1)) - 1
+        lines = [super(WrappedTexts, self).__getitem__(line) for line in range(first, last + 1)]
+        inside = slice(begin - int(self._begins[first]), end - int(self._begins[first]))
+        tokens, is_trained, weights = (
+            [value for at, of_line in enumerate(values) for value in (of_line or ())[at > 0 :]][inside]
+            for values in zip(*((line.tokens, line.is_trained, line.weights) for line in lines), strict=True)
+        )
+        return Sample(tokens, is_trained, weights or None, beyond=beyond)
+
+
+Piece = tuple[int, int, int]
+"""The number of a text, and where in it a piece begins and ends, in tokens."""
+
+
+def _texts(samples: Samples) -> tuple[Tensor, Tensor]:
+    """Of each text its first line in the table, and its tokens, int64."""
+    lengths = column_of(samples.dataset, "full_length")  # 0 in a text's further lines
+    first_lines = lengths.nonzero().flatten()
+    return first_lines, lengths[first_lines]
+
+
+def _of_texts(origin: Origin) -> Origin:
+    """The same, without the pieces that the table has."""
+    used = origin.split - origin.without_target - len(origin.bad)
+    return replace(origin, rows=origin.split, split=0, used=used)
+
+
+def wrap(lengths: Tensor, capacity: int, seed: int) -> list[list[Piece]]:
+    """Lay texts into sequences of exactly `capacity` tokens, but for the last, in a random order: one that does not fit
+    goes on in the next sequence. What a sequence has of a text also predicts the token behind it, so that every token
+    of a text is in one sequence, and all but the first are predicted once.
+
+    Args:
+        lengths: tokens of each text, int64.
+        seed: of the order.
+    """
+    rows: list[list[Piece]] = []
+    room = 0
+    for text in torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed)).tolist():
+        begin, length = 0, int(lengths[text])
+        # the last token predicts nothing: no sequence begins with it alone
+        while begin < length - 1:
+            if room == 0:
+                rows.append([])
+                room = capacity
+            end = min(begin + room, length)
+            rows[-1].append((text, begin, end))
+            room -= end - begin
+            begin = end
+    return rows
+
+
+def make_rows(samples: Samples, packing: Packing, max_seq_length: int, seed: int) -> Rows:
     """Packed sequences of at most `max_seq_length` tokens, of pairs twice as many; or an entry for each sample."""
+    if packing == WRAPPED:
+        pieces = wrap(_texts(samples)[1], max_seq_length, seed)
+        ends = list(itertools.accumulate(map(len, pieces), initial=0))
+        return Rows(WrappedTexts(samples, pieces), [range(*edges) for edges in itertools.pairwise(ends)])
     capacity = samples.kind.sequences * max_seq_length
     return Rows(samples, pack(samples.room(max_seq_length), capacity, seed) if packing else None)
 

@@ -18,8 +18,10 @@ import torch
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.terminal import folded
 from .data_files import RowSource
-from .samples import DataOptions, left_out, records_of, samples_in_memory
+from .sample_cache import left_out, samples_in_memory
 from .sequences import Rows, make_rows
+from .tokenizing import DataOptions, records_of
+from .truncation import Packing
 
 _STATES = 8
 """So many steps' are kept: batches are made up to three steps ahead."""
@@ -93,7 +95,7 @@ class Stream:
         files: Sequence[RowSource],
         tokenizer: Any,
         options: DataOptions,
-        packing: bool,
+        packing: Packing,
         size: int,
         seed: int,
     ):

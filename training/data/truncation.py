@@ -1,11 +1,16 @@
-"""What is kept of a text that is longer than --max-seq-length."""
+"""A text's tokens, and what is kept of one that is longer than --max-seq-length."""
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
+
+from .pictures import Picture
 
 Truncation = Literal["right", "left", "drop", "split", "error"]
+WRAPPED: Final = "wrapped"
+Packing = bool | Literal["wrapped"]
+"""Whether sequences hold several samples; wrapped: texts go on in the next sequence where one is full."""
 Range = tuple[int, int]
 """(begin, end) of tokens."""
 
@@ -21,10 +26,16 @@ class Calls(NamedTuple):
 
 @dataclass(frozen=True)
 class Tokenized:
-    """A text's tokens.
+    """A text's tokens, or those of a part of it that becomes a sample: what is known of it from rendering to the table.
 
     tokens: without `before` ones in front of them, of a text of `length` tokens. is_trained: of each. ends: tokens that
     end answers. weights: of each; none where all are 1. calls: of answers that are trained on, in tokens of the text.
+    images: that are in it, in tokens of the text. image_records: what the cache has of all the text's images.
+    is_empty: whether an answer that is trained on says nothing. is_unexplained: see `Written`. bad: why the record
+    cannot be used; empty: it can.
+
+    Of a part: is_first, is_last: of the text's. is_dropped: whether the text is left out. lost: tokens of the text that
+    are in no part. loses_call: see `Truncated`.
     """
 
     tokens: Sequence[int]
@@ -34,6 +45,16 @@ class Tokenized:
     calls: Sequence[Calls] = ()
     length: int = -1
     before: int = 0
+    images: Sequence[Picture] = ()
+    image_records: Sequence[str] = ()
+    is_empty: bool = False
+    is_unexplained: bool = False
+    bad: str = ""
+    is_first: bool = True
+    is_last: bool = True
+    is_dropped: bool = False
+    lost: int = 0
+    loses_call: bool = False
 
     def __post_init__(self) -> None:
         if self.length < 0:
@@ -90,6 +111,32 @@ def truncate(text: Tokenized, policy: Truncation, max_length: int, limit: int | 
     end = max_length if limit is None else limit
     within = next((calls for calls in text.calls if calls.begin < end < calls.end), None)
     return Truncated([(0, end)]) if within is None else Truncated([(0, within.answer)], loses_call=True)
+
+
+def cut_to_length(text: Tokenized, policy: Truncation, max_length: int) -> list[Tokenized]:
+    """The samples of a text: a part of it, or the pieces that it is split into. One without tokens stands for a text
+    that is dropped.
+
+    Raises:
+        ValueError: the text is too long, which `policy` does not accept.
+    """
+    # an image that would be cut is left out, with what follows it
+    limit = next((each.begin for each in text.images if each.begin < max_length < each.end), None)
+    kept = truncate(text, policy, max_length, limit)
+    parts = kept.parts or [(0, 0)]
+    begins, ends = zip(*parts, strict=True)
+    return [
+        replace(
+            text.part(begin, end),
+            images=[each for each in text.images if each.end <= end],
+            is_first=begin == begins[0],
+            is_last=end == ends[-1],
+            is_dropped=not kept.parts,
+            lost=text.length - (ends[-1] - begins[0]),
+            loses_call=kept.loses_call,
+        )
+        for begin, end in parts
+    ]
 
 
 def _pieces(length: int, max_length: int) -> list[Range]:

@@ -106,7 +106,7 @@ def assemble(
             "--base-dtype mxfp4: keeps experts as a checkpoint in MXFP4 has them, and config.json says of no quantized "
             "tensors; --base-dtype nf4 holds any weights in 4 bits"
         )
-    attention = choose_attention(config.attn_implementation, config.packing, source.config, config.images)
+    attention = choose_attention(config.attn_implementation, bool(config.packing), source.config, config.images)
     model = source.build(attention)
     if config.packing:
         apply_packing(model)
@@ -135,7 +135,7 @@ def assemble(
             check_async(device_type)
         trained.append(apply_tensor_parallel(model, config.tp_size).line())
     if config.ranks_per_sequence > 1:
-        apply_context_parallel(model, config.cp_size, config.packing, config.tp_size)
+        apply_context_parallel(model, config.cp_size, bool(config.packing), config.tp_size)
     if config.async_tp:
         quantized = to_quantize(model).values() if config.quantizes_linear else ()
         trained.append(model.tensor_parallel.overlapped_line(set(quantized)))

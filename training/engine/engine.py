@@ -49,11 +49,11 @@ from ...sharding.runtime.process import Ranks, raise_together
 from ...sharding.runtime.watchdog import collectives_limit
 from ...sharding.topology import check_divides, check_sizes
 from ..attention.flash_3 import use_flash_attention_3
-from ..attention.padded_lengths import padding_of
+from ..attention.padded_lengths import batch_maker_of
 from ..config.train_config import TrainConfig
 from ..data.batch import IGNORED, Batch, LossBatch, LossInputs, batch_of, collate
 from ..data.chat import answer_ends
-from ..data.samples import prompt_tokens
+from ..data.tokenizing import prompt_tokens
 from ..loss.balance import Balance, BiasUpdate, choose_balance, correction_biases
 from ..loss.objective import CROSS_ENTROPY, LossFunction, Objective
 from ..model_setup.lora_targets import lora_of
@@ -92,7 +92,7 @@ class Engine:
         source, ranks: what the model is read from, and where it is.
         model: transformers' own class, with our experts in it.
         kernel: what computes the experts. trained: what is trained, in words, where it is not everything.
-        padding: how long the sequences of a batch become.
+        batch_maker: makes batches of the model.
         images: takes the images out of batches; None: the model was loaded for text alone.
         flash_attention_3: whether it is used, in words; None where it is not installed.
         balance: how the experts' load is kept even.
@@ -133,8 +133,8 @@ class Engine:
             config, self.changes = fit_to_ranks(config, num_experts, ranks, self.resumed)
         self.config = config
         self.model, self.kernel, self.trained = assembled.model, assembled.kernel, assembled.trained
-        self.padding = padding_of(self.model, config, ranks.device.type)
-        self.images = self.padding.images
+        self.batch_maker = batch_maker_of(self.model, config, ranks.device.type)
+        self.images = self.batch_maker.images
         with raise_together():
             check_sizes(config.topology(ranks.world_size), num_experts)
             self.balance: Balance = choose_balance(config, self.model, source.config)
@@ -514,12 +514,12 @@ class Engine:
         if isinstance(given, Batch):
             return given
         if given is None:
-            return collate([], self.mesh.cp_group, self.padding, LossInputs() if for_loss else None)
+            return collate([], self.mesh.cp_group, self.batch_maker, LossInputs() if for_loss else None)
         if not isinstance(given, Mapping):
             raise ExpertMeshError(
                 f"a batch is a {type(given).__name__}; it must be a dict of input_ids, labels and attention_mask"
             )
-        batch = batch_of(given, self.config.packing, self.mesh.cp_group, self.padding, for_loss)
+        batch = batch_of(given, bool(self.config.packing), self.mesh.cp_group, self.batch_maker, for_loss)
         size = self.model.config.get_text_config().vocab_size
         targets = batch.targets_BS[batch.targets_BS != IGNORED]
         for name, ids in (("input_ids", batch.tokens_BS), ("labels", targets)):

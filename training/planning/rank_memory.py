@@ -18,7 +18,7 @@ from ...sharding.runtime.memory import available_memory, resident
 from ...sharding.runtime.process import Ranks, raise_together
 from ...sharding.topology import Topology, ranks_per_equal_node
 from ..config.train_config import TrainConfig, flags_of_config
-from ..data.batch import Padding
+from ..data.batch import BatchMaker
 from ..data.sequences import Rows
 from ..start.inputs import Inputs
 from .coverage import NO_EFFECT, NOT_MODELLED
@@ -161,7 +161,7 @@ def forecast_rank(
     config: TrainConfig,
     inputs: Inputs,
     ranks: Ranks,
-    padding: Padding,
+    maker: BatchMaker,
 ) -> Forecast:
     """Forecast the memory of the rank that holds the most, for sequences as long as the longest becomes (of data
     that are streamed: --max-seq-length). Rank 0 finds it out for all; all ranks call it together."""
@@ -170,7 +170,7 @@ def forecast_rank(
     with raise_together(patient=ranks):
         if ranks.rank == 0:
             with telling() as failed:  # what has no forecast may still be trained
-                told = [_forecast(source, _asked(topology, kernel, config, inputs, ranks, padding))]
+                told = [_forecast(source, _asked(topology, kernel, config, inputs, ranks, maker))]
             if failed:
                 told = [failed[0][:200]]
     dist.broadcast_object_list(told, src=0)
@@ -220,11 +220,11 @@ def _asked(
     config: TrainConfig,
     inputs: Inputs,
     ranks: Ranks,
-    padding: Padding,
+    maker: BatchMaker,
 ) -> Asked:
     """The step of a run with the longest of its sequences."""
     rows = inputs.training
-    longest = padding.within(config.max_seq_length).length(longest_sequence(rows, config))
+    longest = maker.within(config.max_seq_length).length(longest_sequence(rows, config))
     trained = None if rows is None else trained_share(rows)
     # fp8 is what --expert-precision says
     name = config.expert_kernel if config.expert_precision == "fp8" else kernel.kernel.recorded_as

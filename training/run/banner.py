@@ -204,7 +204,7 @@ def data_line(inputs: Inputs, order: DataOrder) -> str:
     return (
         f"{of_stream}{_plural(len(samples), noun)}{packed}, "
         f"{tokens:,} tokens ({int(samples.targets.sum()) / tokens:.0%} "
-        f"trained), about {a_step:,.0f} per step{lost_in_words(samples.origins)}"
+        f"trained), about {a_step:,.0f} per step{lost_in_words(samples)}"
         + (f", {_plural(samples.num_images, 'image')}" if inputs.images is not None else "")
         + ("" if held_out is None else f"; evaluation on {_plural(len(held_out), noun)}")
         + ("" if inputs.questions is None else f"; {_plural(len(inputs.questions.prompts), 'prompt')} to answer")

@@ -28,9 +28,10 @@ from ...sharding.runtime.process import Ranks
 from ...sharding.runtime.watchdog import Watchdog
 from ...sharding.torchrun import node_name
 from ..config.train_config import TrainConfig
-from ..data.batch import Batch, Padding, collate, collate_rows
+from ..data.batch import Batch, BatchMaker, collate, collate_rows
 from ..data.sequences import DataOrder, Rows, share_out
 from ..data.stream import Stream, place_in
+from ..data.truncation import WRAPPED
 from ..engine.engine import Engine
 from ..engine.model_card import tell_left_out, tell_loss
 from ..metrics import told_of
@@ -80,8 +81,8 @@ class Run:
         return self.engine.config
 
     @property
-    def padding(self) -> Padding:
-        return padding_of_data(self.engine)
+    def batch_maker(self) -> BatchMaker:
+        return batch_maker_of_data(self.engine, self.inputs)
 
     @property
     def model(self) -> Any:
@@ -108,11 +109,11 @@ class Run:
         return self.engine.saver
 
 
-def padding_of_data(engine: Engine) -> Padding:
-    """How long the sequences of a batch become: those of our data are no longer than --max-seq-length, or, of packed
-    pairs, twice as much."""
+def batch_maker_of_data(engine: Engine, inputs: Inputs) -> BatchMaker:
+    """How our data become batches: no longer than --max-seq-length, or, of packed pairs, twice as much."""
     config = engine.config
-    return engine.padding.within(config.max_seq_length * (config.sequences_per_row if config.packing else 1))
+    limit = config.max_seq_length * (config.sequences_per_row if config.packing else 1)
+    return replace(engine.batch_maker.within(limit), pictures=inputs.images)
 
 
 def data_order(config: TrainConfig, rows: Rows | None, world_size: int) -> DataOrder:
@@ -140,7 +141,7 @@ def order_facts(config: TrainConfig, rows: Rows, order: DataOrder) -> dict[str, 
         "tokens": int(rows.lengths.sum()),
         "global_batch_size": order.global_batch_size,
         "seed": order.seed,
-        "packing": int(config.packing),
+        "packing": (False, True, WRAPPED).index(config.packing),
         "group_by_length": int(config.group_by_length),
         "shuffle_buffer": config.shuffle_buffer if config.streaming else 0,
     }
@@ -384,9 +385,9 @@ def _collated(run: Run, step: int) -> list[Batch]:
     if run.inputs.stream is not None:
         return _streamed(run, run.inputs.stream, step)
     rows, cp_group = run.order.micro_batches(step, run.engine.data_rank), run.engine.mesh.cp_group
-    data, padding = run.inputs.training, run.padding
+    data, maker = run.inputs.training, run.batch_maker
     inputs_of = run.task_inputs.training.within(data, run.order.global_batch(step))
-    return [collate_rows(data, forward, cp_group, padding, inputs_of(forward)) for forward in rows]
+    return [collate_rows(data, forward, cp_group, maker, inputs_of(forward)) for forward in rows]
 
 
 def _streamed(run: Run, stream: Stream, step: int) -> list[Batch]:
@@ -401,7 +402,7 @@ def _streamed(run: Run, stream: Stream, step: int) -> list[Batch]:
     sequences = [[sequence for rows, number in part for sequence in rows.sequences(number)] for part in mine]
     assert run.inputs.training is not None
     inputs = run.task_inputs.training.within(run.inputs.training, [])([])  # of a stream no loss needs more than tokens
-    return [collate(part, cp_group, run.padding, inputs, is_weighted) for part in sequences]
+    return [collate(part, cp_group, run.batch_maker, inputs, is_weighted) for part in sequences]
 
 
 @contextmanager
@@ -495,7 +496,7 @@ def _evaluate(run: Run, done: int, best: Best) -> tuple[float, bool]:
     assert run.task_inputs.evaluation is not None
     objective = run.task.objective(config, DataTraits.of(rows.samples))
     inputs_of = run.task_inputs.evaluation.within(rows, range(len(rows)))
-    how = config.per_device_eval_batch_size, run.engine.mesh, run.padding
+    how = config.per_device_eval_batch_size, run.engine.mesh, run.batch_maker
     evaluation = evaluate(run.model, rows, *how, objective, inputs_of)
     tell_loss(run.engine, "evaluation loss", evaluation.loss)
     is_better = not best.by_score and best.update(evaluation.loss, done, config.early_stopping_threshold)

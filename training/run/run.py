@@ -36,7 +36,7 @@ from ..tasks.task import Preparation, Task, TaskInputs
 from .banner import data_line, data_sets, detail_lines, dispatch_lines, first_lines, pipeline_lines, replica_lines
 from .disk import disk_lines
 from .finished import Finished, complete_report, find_finished, held_line, recorded_date, way_to_export
-from .loop import Run, Trained, data_order, number_of_steps, order_facts, padding_of_data, train
+from .loop import Run, Trained, batch_maker_of_data, data_order, number_of_steps, order_facts, train
 from .output import clear_output, output_directory
 
 
@@ -161,8 +161,8 @@ def load_and_train(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closin
     num_saved = 0 if inputs.training is None else num_steps
     for line in disk_lines(config, output_dir, engine.checkpoint_bytes, exports, num_saved, ranks):
         log.line(line)
-    padding = padding_of_data(engine)
-    preparation = Preparation(engine, padding, inputs, output_dir, resume_from, num_steps, at, log.detail)
+    maker = batch_maker_of_data(engine, inputs)
+    preparation = Preparation(engine, maker, inputs, output_dir, resume_from, num_steps, at, log.detail)
     if inputs.training is not None:
         task.before_loading(preparation)
     at("loading the model")
@@ -193,8 +193,6 @@ def read_data(engine: Engine, task: Task, watchdog: Watchdog, began: str) -> tup
     watchdog.at("reading the data", limited=False)
     inputs = read_inputs(engine.config, engine.source, engine.ranks, task.check, began)
     engine.config = replace(engine.config, template_date=inputs.template_date)
-    if engine.images is not None:
-        engine.images.processor = inputs.images
     if inputs.training is not None:
         tell_left_out(engine, sum(len(origin.bad) for origin in inputs.training.samples.origins))
     return inputs, data_order(engine.config, inputs.training, engine.ranks.world_size)
@@ -212,7 +210,7 @@ def check_steps(config: TrainConfig, num_steps: int, ranks: Ranks) -> None:
 def forecast_memory(engine: Engine, inputs: Inputs, watchdog: Watchdog, num_steps: int) -> Forecast:
     """What a rank will hold in so many steps."""
     watchdog.at("forecasting the memory", limited=False)
-    known = (engine.source, engine.topology, engine.kernel, engine.config, inputs, engine.ranks, engine.padding)
+    known = (engine.source, engine.topology, engine.kernel, engine.config, inputs, engine.ranks, engine.batch_maker)
     # in the compute dtype, of one stage
     dense = (engine.counts.total - engine.counts.experts) * (2 if engine.config.bf16 else 4) / engine.topology.pp_size
     return forecast_rank(*known).of_run(engine.config, num_steps, dense)

@@ -22,10 +22,13 @@ from ..data.data_files import RowSource, named_parts, open_files, parse_datasets
 from ..data.formats import Columns
 from ..data.pictures import COLUMNS, MORE_COLUMNS, PLACES, ImageProcessor
 from ..data.record_kinds import RecordKind
-from ..data.samples import DataOptions, Sample, Samples, check_fast, hold_out, load_samples, prompt_tokens
+from ..data.sample_cache import check_fast, load_samples
+from ..data.samples import Sample, Samples, hold_out
 from ..data.sequences import Rows, make_rows
 from ..data.stream import Stream
 from ..data.templates import at_date, reads_clock
+from ..data.tokenizing import DataOptions, prompt_tokens
+from ..data.truncation import WRAPPED
 from .questions import Questions, read_questions
 
 _NUM_PROMPTS = 3
@@ -144,14 +147,14 @@ def data_options(config: TrainConfig, images: ImageProcessor | None = None) -> D
         _kind_of_records(config),
         images,
         config.prepare_only,
-        config.truncation,
+        "split" if config.splits_texts else config.truncation,
         config.skip_bad_records,
     )
 
 
 def _kind_of_records(config: TrainConfig) -> RecordKind:
     records = config.task_entry.records
-    if config.truncation == "split":
+    if config.splits_texts:
         return records.in_pieces or records
     return (config.split_turns and records.by_turns) or records
 
@@ -161,6 +164,7 @@ def _read_samples(
 ) -> tuple[Samples, Samples | None, Stream | None]:
     options = data_options(config, images)
     _check_names_of_parts(config)
+    _check_weights(config)
     stream = _stream(config, tokenizer, options) if config.streaming else None
     if stream is not None:
         samples = stream.first.rows.samples
@@ -175,16 +179,23 @@ def _read_samples(
     return samples, None, stream
 
 
-def _stream(config: TrainConfig, tokenizer: Any, options: DataOptions) -> Stream:
+def _check_weights(config: TrainConfig) -> None:
     """
     Raises:
-        ExpertMeshError: a data set has a weight, or see `load_samples`.
+        ExpertMeshError: a data set has one, and is not taken in samples.
     """
+    if all(spec.weight is None for spec in parse_datasets("--dataset", config.dataset)):
+        return
+    if config.streaming:
+        raise ExpertMeshError("--streaming: reads one data set after the other; leave out the weights of --dataset")
+    if config.packing == WRAPPED:
+        raise ExpertMeshError("--packing wrapped: takes texts completely; leave out the weights of --dataset")
+
+
+def _stream(config: TrainConfig, tokenizer: Any, options: DataOptions) -> Stream:
     check_fast("--dataset", tokenizer)
     files: list[RowSource] = []
     for spec in parse_datasets("--dataset", config.dataset):
-        if spec.weight is not None:
-            raise ExpertMeshError("--streaming: reads one data set after the other; leave out the weights of --dataset")
         files += open_files("--dataset", spec.name, options.hub_config, options.split, options.sample_by)
     size, seed = config.shuffle_buffer, config.seed
     return Stream("--dataset", files, tokenizer, options, config.packing, size, seed)

@@ -12,7 +12,9 @@ from typing import Any
 from ...moe.util.errors import ExpertMeshError
 from ..config.train_config import TrainConfig, as_flag
 from ..data.record_kinds import CONVERSATIONS
-from ..data.samples import DataOptions, Sample, Samples, load_samples
+from ..data.sample_cache import load_samples
+from ..data.samples import Sample, Samples
+from ..data.tokenizing import DataOptions
 from ..steps.scores import Extracted, Score, calls_in, checked, exact, same_calls
 
 _FLAG = "--eval-generate"

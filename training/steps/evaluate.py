@@ -16,7 +16,7 @@ from ...sharding.mesh import Mesh
 from ...sharding.parallelize.parallelize import free_gathered
 from ...sharding.pipeline.pipeline import pipeline_of
 from ...sharding.runtime.preemption import boundary
-from ..data.batch import Batch, LossInputs, Padding, collate_rows
+from ..data.batch import Batch, BatchMaker, LossInputs, collate_rows
 from ..data.sequences import Rows, share_out
 from ..loss.objective import CROSS_ENTROPY, Objective
 from .micro_batch import forward_of, token_loss_sum
@@ -60,7 +60,7 @@ def evaluate(
     rows: Rows,
     per_device: int,
     mesh: Mesh,
-    padding: Padding,
+    maker: BatchMaker,
     objective: Objective = CROSS_ENTROPY,
     inputs_of: Callable[[list[int]], LossInputs | None] = lambda numbers: None,
 ) -> Evaluation:
@@ -75,7 +75,7 @@ def evaluate(
     """
 
     def batch(numbers: list[int]) -> Batch:
-        return collate_rows(rows, numbers, mesh.cp_group, padding, inputs_of(numbers))
+        return collate_rows(rows, numbers, mesh.cp_group, maker, inputs_of(numbers))
 
     device, mine = torch.device(mesh.grid.device_type), by_length(rows, per_device, mesh)
     complete = objective.complete(model, map(batch, mine), device)

@@ -24,7 +24,7 @@ from ...sharding.runtime.preemption import boundary
 from ...sharding.runtime.process import Ranks, raise_together
 from ...sharding.topology import Topology
 from ..config.train_config import TrainConfig
-from ..data.batch import Batch, Padding
+from ..data.batch import AS_LONG_AS_LONGEST, Batch
 from ..data.sequences import Rows
 from ..loss.head import most_likely
 
@@ -47,7 +47,7 @@ class DenseTeacher:
             check_plain(source)
             self.model: Any = build_reference(source.config, config.attn_implementation, dtype).eval()
             places = _places(self.model, source.path)
-        self.ranks, self.padding = ranks, Padding()
+        self.ranks, self.maker = ranks, AS_LONG_AS_LONGEST
         self.mesh = build_mesh(ranks.device.type, Topology(ranks.world_size, ep_size=1))
         for layer in _layers(self.model):
             fully_shard(layer, mesh=self.mesh.all_ranks)

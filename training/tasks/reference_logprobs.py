@@ -16,7 +16,7 @@ from ...checkpoints.files.directories import write_errors
 from ...moe.util.atomic_write import whole
 from ...moe.util.errors import ExpertMeshError
 from ...sharding.runtime.process import Ranks, raise_together
-from ..data.batch import LossInputs, Padding, collate_rows
+from ..data.batch import BatchMaker, LossInputs, collate_rows
 from ..data.sequences import Rows
 from ..engine.engine import Engine
 from ..start.fingerprints import reference_key
@@ -34,17 +34,17 @@ class ReferencePass:
     """Computes log-probabilities by a model that has not been trained.
 
     Args:
-        padding: how long sequences become.
+        maker: how batches are made.
     """
 
-    def __init__(self, engine: Engine, padding: Padding):
-        self.engine, self.padding = engine, padding
+    def __init__(self, engine: Engine, maker: BatchMaker):
+        self.engine, self.maker = engine, maker
 
     def computed(self, rows: Rows) -> Tensor:
         """(samples, sequences of each) fp64 on the host."""
         model, mesh, device = self.engine.model, self.engine.mesh, self.engine.ranks.device
         mine = by_length(rows, self.engine.config.per_device_eval_batch_size, mesh)
-        batches = (collate_rows(rows, numbers, mesh.cp_group, self.padding, LossInputs()) for numbers in mine)
+        batches = (collate_rows(rows, numbers, mesh.cp_group, self.maker, LossInputs()) for numbers in mine)
         each = rows.samples.kind.sequences
         found = torch.zeros(len(rows.samples), each, dtype=torch.float64, device=device)
         following = iter(mine)
@@ -81,7 +81,7 @@ def references(
     engine, config = run.engine, run.config
     # an adapter that has not been trained changes nothing
     can_compute = run.resume_from is None or (config.adapter != "none" and not config.init_adapter)
-    reference = ReferencePass(engine, run.padding)
+    reference = ReferencePass(engine, run.batch_maker)
     found, was_kept = kept_or_computed(
         *(run.output_dir, run.rows, reference_key(config, engine.facts), can_compute),
         *(lambda part: compute(reference, part), run.ranks, engine.tell),

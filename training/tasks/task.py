@@ -12,7 +12,7 @@ from ...checkpoints.hf.source import ModelSource
 from ...moe.util.errors import ExpertMeshError
 from ...sharding.runtime.process import Ranks
 from ..config.train_config import TrainConfig
-from ..data.batch import LossInputs, Padding
+from ..data.batch import BatchMaker, LossInputs
 from ..data.samples import Samples
 from ..data.sequences import Rows
 from ..engine.engine import Engine
@@ -68,13 +68,13 @@ class Preparation:
     """A run that is about to train.
 
     Attributes:
-        padding: how long the sequences of a batch become.
+        batch_maker: of the data.
         at: is told of what takes long.
         note: takes lines for the log.
     """
 
     engine: Engine
-    padding: Padding
+    batch_maker: BatchMaker
     inputs: Inputs
     output_dir: Path
     resume_from: Path | None

@@ -179,7 +179,7 @@ class EngineTeacher:
     def __init__(self, config: TrainConfig, source: ModelSource, ranks: Ranks):
         engine = Engine(_of_teacher(config), source, ranks)
         engine.place()
-        self.model, self.mesh, self.padding, self.ranks = engine.model, engine.mesh, engine.padding, ranks
+        self.model, self.mesh, self.maker, self.ranks = engine.model, engine.mesh, engine.batch_maker, ranks
 
     @staticmethod
     def rows_of(rows: Rows) -> Rows:
@@ -206,11 +206,11 @@ def _compute_part(teacher: EngineTeacher | DenseTeacher, config: TrainConfig, ro
     """Every rank computes some micro-batches; rank 0 writes what all have found."""
     firsts, top_k, mesh = _firsts(rows), config.teacher_top_k, teacher.mesh
     mine = by_length(rows, config.per_device_eval_batch_size, mesh)
-    padding = teacher.padding.within(int(rows.lengths.max()))
+    maker = teacher.maker.within(int(rows.lengths.max()))
 
     def batch(numbers: list[int]) -> Any:
         lines = LossInputs(by_target={_LINE: _lines_of(rows, firsts, numbers)})
-        return collate_rows(rows, numbers, mesh.cp_group, padding, lines)
+        return collate_rows(rows, numbers, mesh.cp_group, maker, lines)
 
     partial = path.with_name(path.name + PARTIAL)
     with raise_together(), write_errors(path.parent):

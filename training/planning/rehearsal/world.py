@@ -380,7 +380,7 @@ def _batch(config: TrainConfig, cp_group: CPGroup | None, routing: GivenRouting,
         shared = ahead = for_loss = None
         if cp_group is not None:
             whole_BS = torch.zeros(rows, here * cp_group.size, dtype=torch.int64)
-            shared = SplitSequences(cp_group, whole_BS, config.packing, (targets,) * cp_group.size)
+            shared = SplitSequences(cp_group, whole_BS, bool(config.packing), (targets,) * cp_group.size)
         if (task := task_of(config)).objective(config, DataTraits()).by_token:
             number = rows * (cp_group is None or cp_group.index == 0)
             inputs = task.example_inputs(config, number, targets)
