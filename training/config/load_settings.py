@@ -11,7 +11,7 @@ from ...sharding.parallelize.choices import Checkpointing, DispatchSums
 from ...sharding.pipeline.schedule import ScheduleName
 from ...sharding.topology import DenseShard
 from ..data.chat import TrainOn
-from ..data.data_files import SampleBy
+from ..data.data_files import SampleBy, StoppingStrategy
 from ..data.truncation import Truncation
 from .settings import (
     Adapter,
@@ -49,6 +49,7 @@ class LoadSettings(TypedDict, total=False):
 
     # What the model is trained on, and what a batch looks like.
     dataset: list[str] | str | Path
+    stopping_strategy: StoppingStrategy
     dataset_config: str
     dataset_split: str
     dataset_num_proc: int | None

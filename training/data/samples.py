@@ -1,6 +1,7 @@
 """Tokenised samples: read, rendered and tokenised once, then kept between runs in a directory of our own in the cache
 of `datasets`."""
 
+import copy
 import errno
 import hashlib
 import itertools
@@ -24,7 +25,7 @@ from ...moe.util.child import cores
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.progress import CountedProgress
 from ...moe.util.versions import installed_version
-from .chat import TrainOn, render, tokenize, trained_messages
+from .chat import DROPS_REASONING, TrainOn, render, set_chat_template, tokenize, trained_messages
 from .data_files import (
     KINDS,
     DatasetSpec,
@@ -43,10 +44,11 @@ from .labels import DESIRABLE, LABELLED_ANSWERS, PROMPT_HASH
 from .pairs import FIRST, FIRST_TARGETS, PAIRS
 from .pictures import COLUMNS, MORE_COLUMNS, ImageProcessor, Picture, check_unread
 from .record_kinds import CONVERSATIONS, RECORD, RecordKind, Said
+from .templates import reads_clock
 from .truncation import Calls, Tokenized, Truncation, shortened, truncate
 
 # raise it when the same input gives other tokens, so that what an older version has cached is not taken
-_VERSION = 22
+_VERSION = 23
 # one process tokenises this many records in less time than it takes to start more
 _ROWS_A_WORKER = 5_000
 _ROWS_WITH_IMAGES_A_WORKER = 100
@@ -381,7 +383,13 @@ def _column(dataset: Any, name: str) -> Tensor:
 
 
 def load_samples(
-    flag: str, entries: list[str], tokenizer: Any, options: DataOptions, seed: int, checks: bool = True
+    flag: str,
+    entries: list[str],
+    tokenizer: Any,
+    options: DataOptions,
+    seed: int,
+    checks: bool = True,
+    repeats: bool = False,
 ) -> Samples:
     """Read and tokenise data sets, and mix them if they have weights.
 
@@ -392,6 +400,7 @@ def load_samples(
         options: how records become tokens.
         seed: of the choice of records where weights leave some out.
         checks: whether what the cache holds is compared with its checksums.
+        repeats: whether a mixture ends with the data set that is the last to be used up, not with the first.
 
     Raises:
         ExpertMeshError: a data set is missing, empty or malformed (with the line), a record has none of the known
@@ -399,9 +408,27 @@ def load_samples(
     """
     check_fast(flag, tokenizer)
     specs = parse_datasets(flag, entries)
-    sources = [open_rows(flag, spec.name, options.hub_config, options.split, options.sample_by) for spec in specs]
-    parts = [_tokenised(source, flag, tokenizer, options, checks) for source in sources]
-    return _mix(flag, specs, parts, seed)
+    own = [_own_of(spec, tokenizer, options) for spec in specs]
+    sources = [
+        open_rows(flag, spec.name, each.hub_config, each.split, each.sample_by)
+        for spec, (_, each) in zip(specs, own, strict=True)
+    ]
+    parts = [_tokenised(source, flag, *each, checks) for source, each in zip(sources, own, strict=True)]
+    return _mix(flag, specs, parts, seed, repeats)
+
+
+def _own_of(spec: DatasetSpec, tokenizer: Any, options: DataOptions) -> tuple[Any, DataOptions]:
+    """The tokenizer and the options of a data set, with what is its own."""
+    options = replace(
+        options,
+        split=spec.split or options.split,
+        columns=replace(options.columns, system_message=spec.system or options.columns.system_message),
+    )
+    if not spec.chat_template:
+        return tokenizer, options
+    tokenizer = copy.copy(tokenizer)
+    set_chat_template(tokenizer, spec.chat_template)
+    return tokenizer, options if reads_clock(tokenizer) else replace(options, template_date="")
 
 
 def check_fast(flag: str, tokenizer: Any) -> None:
@@ -430,25 +457,32 @@ def hold_out(samples: Samples, ratio: float, seed: int) -> tuple[Samples, Sample
     return next(parts), next(parts)
 
 
-def _mix(flag: str, specs: list[DatasetSpec], parts: list[Samples], seed: int) -> Samples:
-    """All of every data set; or, with weights, as many of each as makes up its weight, all of the scarcest one."""
+def _mix(flag: str, specs: list[DatasetSpec], parts: list[Samples], seed: int, repeats: bool) -> Samples:
+    """All of every data set; or, with weights, as many of each as makes up its weight: all of the scarcest one, or, if
+    the others are repeated, all of the one that is the last to be used up."""
     import datasets
 
     if specs[0].weight is not None:
-        scale = min(len(part) / (spec.weight or 1) for spec, part in zip(specs, parts, strict=True))
-        counts = [max(round(scale * (spec.weight or 1)), 1) for spec in specs]
-        parts = [
-            _take(part, min(n, len(part)), seed + i) for i, (part, n) in enumerate(zip(parts, counts, strict=True))
-        ]
+        numbers = numbers_used([len(part) for part in parts], [spec.weight or 1 for spec in specs], repeats)
+        parts = [_take(part, n, seed + i) for i, (part, n) in enumerate(zip(parts, numbers, strict=True))]
     origins = [origin for part in parts for origin in part.origins]
     mixed = type(parts[0])(datasets.concatenate_datasets([part.dataset for part in parts]), origins)
     mixed.sources = torch.arange(len(parts)).repeat_interleave(torch.tensor([len(part) for part in parts]))
     return mixed
 
 
+def numbers_used(lengths: Sequence[int], weights: Sequence[float], repeats: bool) -> list[int]:
+    """How many samples a mixture takes of data sets of so many."""
+    scales = [length / weight for length, weight in zip(lengths, weights, strict=True)]
+    wanted = [max(round((max if repeats else min)(scales) * weight), 1) for weight in weights]
+    return wanted if repeats else list(map(min, wanted, lengths))
+
+
 def _take(part: Samples, number: int, seed: int) -> Samples:
+    """So many of the samples, each as often as another, or once more."""
     (origin,) = part.origins
-    chosen = sorted(_shuffled(len(part), seed)[:number])
+    times, more = divmod(number, len(part))
+    chosen = sorted([*range(len(part))] * times + _shuffled(len(part), seed)[:more])
     return part.select(chosen, [Origin(**{**vars(origin), "used": number})])
 
 
@@ -648,7 +682,7 @@ def _features(options: DataOptions) -> Any:
     numbers: Any = {name: Value("int32") for name in ("length", "num_targets")}
     numbers |= {name: Value("int64") for name in ("full_length", "lost", "row")}
     flags: Any = {name: Value("bool") for name in ("is_endless", "is_empty", "is_unexplained")}
-    flags |= {name: Value("bool") for name in ("is_cut", "is_dropped", "loses_call")}
+    flags |= {name: Value("bool") for name in ("is_cut", "is_dropped", "loses_call", "drops_reasoning")}
     if options.images is not None:
         flags["loses_images"] = Value("bool")
     numbers |= {name: Value(kind) for name, kind in options.kind.numbers.items()}
@@ -705,7 +739,7 @@ def _samples(rows: Any, tokens: Any, flag: str, name: str, options: DataOptions,
         images_cut=None if options.images is None else noted(is_learned, "loses_images"),
         calls_cut=noted(is_learned | (is_cut == 1), "loses_call"),
         unread=Noted(len(unread), str(unread[0])) if unread else None,
-        told=_told(rows),
+        told=_told(rows) + [(DROPS_REASONING, of) for of in [noted(is_learned, "drops_reasoning")] if of],
         bad=bad,
         lengths=_lengths(tokens),
         # what is left out for its length is lost completely
@@ -748,6 +782,8 @@ def keys_of(version: str, options: DataOptions, tokenizer: Any, folders: Sequenc
     of_images = [] if options.images is None else [options.images.facts]
     sees = [["images", *folders] for _ in of_images]
     columns = {name: value for name, value in asdict(options.columns).items() if name != "images"}
+    if not columns["system_message"]:  # which came after data were cached
+        del columns["system_message"]
     rows_key = _fingerprint(version, columns, options.kind.key, *registered_formats(), *sees)
     # which part of the source it is, is in its version
     settings = {**asdict(replace(options, images=None)), "num_workers": None, "hub_config": None, "split": None}
@@ -947,7 +983,7 @@ def _tokenize_batch(
         for place, bad, is_plain, said in (
             (place, bad, is_plain, said) for place, bad, is_plain, both in records for said in both
         ):
-            flags.append({"is_empty": False, "is_unexplained": False, "bad": bad})
+            flags.append({"is_empty": False, "is_unexplained": False, "drops_reasoning": False, "bad": bad})
             of_records.append((place, said["weight"]))
             images.append(said.get("images", ()))
             results.append(_NOTHING)
@@ -963,7 +999,7 @@ def _tokenize_batch(
                     results[-1] = shortened(text, options.truncation, options.max_seq_length)
                 else:
                     found = render(tokenizer, Conversation(**said), options.train_on, options.template_date)
-                    flags[-1]["is_unexplained"] = found.is_unexplained
+                    flags[-1] |= {name: getattr(found, name) for name in ("is_unexplained", "drops_reasoning")}
                     if options.images is not None:
                         options.images.check(found.text, len(said["images"]))
                     results[-1] = None
