@@ -1,15 +1,22 @@
 """The tables of pages that list what is registered."""
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from expertmesh.checkpoints.files.codes import CODES
 from expertmesh.moe.dispatch.dispatcher_entries import DISPATCHERS
 from expertmesh.moe.kernels.kernel_entries import KERNELS
 from expertmesh.training.attention.layer_kinds import ATTENDING, LAYER_KINDS
-from expertmesh.training.data.formats import FORMATS
+from expertmesh.training.data import formats
+from expertmesh.training.data.chat import TrainOn, render
+from expertmesh.training.data.formats import Columns, Conversation, find_format, read_row
 from expertmesh.training.data.labels import LABEL_FORMATS
 from expertmesh.training.data.pairs import PAIR_FORMATS
 from expertmesh.training.metrics import LOSS_OF, metrics_of
+from tests.training.traces import FORMS, WRITTEN, tokenizer_of
 
 
 def table_of_dispatchers() -> str:
@@ -45,7 +52,7 @@ def table_of_layer_kinds() -> str:
 
 
 def table_of_formats() -> str:
-    return _formats([(each.written, each.known_from) for each in FORMATS])
+    return _formats([(each.written, each.known_from) for each in formats.FORMATS])
 
 
 def table_of_pair_formats() -> str:
@@ -70,3 +77,30 @@ def _formats(formats: Sequence[tuple[str, ...]]) -> str:
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def table_of_traces() -> str:
+    """What Qwen3's template writes of the first answer in each of `traces.FORMS`, reasoning, text and calls marked."""
+    rows = [("form", "reasoning, text, calls, results, tools", "trained on"), ("---",) * 3]
+    with TemporaryDirectory() as directory:
+        tokenizer = tokenizer_of(Path(directory), "Qwen3")
+        for name, (row, _) in FORMS.items():
+            rows.append((name, WRITTEN[name], f"`{_marked(tokenizer, row)}`"))
+    return _table(rows)
+
+
+def _marked(tokenizer: Any, row: dict[str, Any]) -> str:
+    """The first answer with marks around its parts: calls without arguments, and all without tags and its end."""
+    conversation = read_row(row, find_format(row, Columns()), Columns())
+    assert isinstance(conversation, Conversation)
+    marked = ""
+    parts: tuple[tuple[TrainOn, str], ...] = (("reasoning", "{}"), ("text", "«»"), ("calls", "[]"))
+    for part, marks in parts:
+        found = render(tokenizer, conversation, part)
+        begin = found.text.index("<|im_start|>assistant")
+        end = found.text.index("<|im_end|>", begin)
+        words = [found.text[max(b, begin) : min(e, end)] for b, e in found.trained if begin <= b < end]
+        words = [re.sub(r"\{[^{]*\"name\": \"(\w+)\".*?\}\}", r"\1(…)", each) for each in words]
+        told = " ".join(re.sub(r"</?\w+>", "", " ".join(words)).split())
+        marked += f"{marks[0]}{told}{marks[1]}" if told else ""
+    return marked

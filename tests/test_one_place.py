@@ -158,6 +158,7 @@ def nothing_left() -> Iterator[None]:
     ("page", "table"),
     [
         ("docs/reference/data-formats.md", tables.table_of_formats),
+        ("docs/reference/data-formats.md", tables.table_of_traces),
         ("docs/reference/metrics.md", tables.table_of_metrics),
         ("docs/reference/data-formats.md", tables.table_of_pair_formats),
         ("docs/reference/data-formats.md", tables.table_of_label_formats),

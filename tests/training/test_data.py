@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import date, datetime
@@ -15,20 +16,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from transformers import AutoTokenizer
 
 from expertmesh.moe.util.errors import ExpertMeshError
-from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.data_files import READERS, DatasetSpec, parse_datasets
 from expertmesh.training.data.digest import samples_facts
-from expertmesh.training.data.formats import TOOLS, Columns, Conversation, PlainText, find_format, read_row
+from expertmesh.training.data.formats import Columns, Conversation, PlainText, find_format, read_row
 from expertmesh.training.data.preview import describe_origin
 from expertmesh.training.data.record_kinds import SPLIT_TURNS
 from expertmesh.training.data.sample_cache import load_samples
 from expertmesh.training.data.samples import Samples, column_of, hold_out
 from expertmesh.training.data.sequences import DataOrder, make_rows
+from expertmesh.training.data.templates import built_in_template
 from expertmesh.training.data.tokenizing import DataOptions
+from expertmesh.training.data.tools import TOOLS
 from expertmesh.training.run.banner import data_line, data_sets
 from expertmesh.training.start.inputs import (
     Inputs,
@@ -101,6 +105,9 @@ ADD = '{"name": "add", "arguments": {"a": 1}}'
 
 
 SAID_CALL = f"<tool_call>\n{ADD}\n</tool_call>"
+
+
+HERMES = 'You are a function calling AI model. <tools>[{"name": "f"}]</tools>'
 
 
 def call(name: str, number: str | None = None) -> dict[str, Any]:
@@ -1076,7 +1083,7 @@ TOOL_PART = [{"type": "tool_call", "value": '{"name": "f", "arguments": {}}'}]
         ({"messages": '[{"role": "user"'}, "line 1 messages is .*, neither a list of messages nor the JSON of one"),
         ({"messages": '{"role": "user"}'}, "line 1 messages is .*, not a list of messages"),
         (chat(*HELLO, tools="[1,"), "line 1 tools is '.1,', neither a list nor the JSON of one"),
-        (one({"tool_calls": ["add"]}), "has the tool call 'add'; expected an object with name and arguments"),
+        (one({"tool_calls": ["add"]}), "message 1: a tool call is 'add', neither an object with name and"),
         (one({"tool_calls": [{"function": {"arguments": {}}}]}), "expected an object with name and arguments"),
         (shared("add(1)"), "function_call is not JSON .*'add.1.'"),
         (shared("[]"), "function_call has no call; expected an object"),
@@ -1087,7 +1094,20 @@ TOOL_PART = [{"type": "tool_call", "value": '{"name": "f", "arguments": {}}'}]
         (call_of([1]), r"arguments of its call to f are \[1\], not an object or the JSON of one"),
         (call_of(3), "arguments of its call to f are 3, not an object"),
         (chat(calls({"name": "f", "args": {"a": 1}})), "its call to f has args but no arguments; name"),
-        (chat(calls({"function": {"name": "f"}, "input": "{}"})), "its call to f has input but no arguments"),
+        (chat(calls({"function": {"name": "f"}, "inputs": "{}"})), "its call to f has inputs but no arguments"),
+        # parts in an order that no template writes, and Anthropic's
+        (one({"content": [*parts(text="a"), {"type": "thinking", "thinking": "b"}]}), "has reasoning behind text"),
+        (one({"content": [*parts(tool_call=ADD), "so"]}), "content has text behind calls, but chat templates write"),
+        (one({"content": [{"type": "redacted_thinking", "data": "x"}]}), "is not one of text, reasoning, thinking"),
+        (
+            chat({"role": "user", "content": ["a", {"type": "tool_result", "tool_use_id": "x"}]}),
+            "message 1: content has a part before a tool_result; put results first",
+        ),
+        # tools and calls
+        (chat(*HELLO, tools=[{"name": "f", "parameters": {}, "input_schema": {}}]), "a tool with parameters and input"),
+        (chat("system: " + HERMES, *HELLO, tools=[{"name": "g"}]), "has other tools in its system prompt than"),
+        ({"query": "a", "answers": "[]"}, "line 1 answers has no tool call"),
+        ({"query": "a", "answers": '["b"]'}, "answers: a tool call is 'b', neither an object with name and arguments"),
         (chat(calls({"function": {"name": "f", "arguments": {}}, "arguments": {"a": 1}})), "two different sets of"),
         (chat(calls({"name": "f", "arguments": {"a": 1}, "parameters": {"a": 2}})), "two different sets of"),
         (call_of({}, tool_responses=[{"name": "f", "response": 1}]), "has tool_responses; give each result as its"),
@@ -1448,6 +1468,62 @@ def test_weights(tmp_path: Path, tokenizer: Any) -> None:
     assert len(set(chosen)) == 40
     assert chosen == shown(tokenizer, load(tokenizer, f"{a}:3", f"{b}:1"))
     assert chosen != shown(tokenizer, load(tokenizer, f"{a}:3", f"{b}:1", seed=1))
+
+
+def test_a_mixture_until_all_are_used_up(tmp_path: Path, tokenizer: Any) -> None:
+    """As `datasets` has it: all of each data set, the scarce ones repeatedly, each record as often as another or once
+    more."""
+    a = write(tmp_path / "a.jsonl", [{"text": f"a{i}"} for i in range(30)])
+    b = write(tmp_path / "b.jsonl", [{"text": f"b{i}"} for i in range(8)])
+
+    def mixed(seed: int) -> Samples:
+        entries = [f"{a}:0.6", f"{b}:0.4"]
+        return load_samples("--dataset", entries, tokenizer, DataOptions(512), seed, repeats=True)
+
+    samples = mixed(0)
+    assert [origin.used for origin in samples.origins] == [30, 20]
+    times = Counter(shown(tokenizer, samples))
+    assert sorted(times.values()) == [1] * 30 + [2] * 4 + [3] * 4
+    assert "20 used, some repeatedly, because of its weight" in describe_origin(samples.origins[1])
+    assert samples_facts(samples) == samples_facts(mixed(0)) != samples_facts(mixed(1))
+    with pytest.raises(ExpertMeshError, match="repeats records, of which --eval-ratio would hold out some"):
+        TrainConfig(model="m", dataset=["a"], stopping_strategy="all_exhausted", eval_ratio=0.1)
+
+
+def test_a_data_set_with_settings_of_its_own(tmp_path: Path, tokenizer: Any) -> None:
+    """In the YAML file; the others keep the run's, and nothing of one is in the cache of another."""
+    set_chat_template(tokenizer, "mistral")
+    (tmp_path / "d").mkdir()
+    for split in ("train", "validation"):
+        write(tmp_path / f"d/{split}.jsonl", [chat(f"user: {split}", HELLO[1])])
+    one = write(tmp_path / "one.jsonl", [chat(*HELLO), chat("system: so", *HELLO)])
+    tables = [
+        {"path": str(tmp_path / "d"), "weight": 2, "split": "validation", "chat_template": "chatml"},
+        {"path": str(one), "weight": 4, "system": "be"},
+        f"{one}:4",
+    ]
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"model": "m", "dataset": tables}))
+    config = parse_config(["--config", str(tmp_path / "run.yaml")])
+    samples = load_samples("--dataset", config.dataset, tokenizer, DataOptions(512), 0)
+    assert shown(tokenizer, samples) == [
+        "<s><|im_start|>user\nvalidation<|im_end|>\n<|im_start|>assistant\n{yo<|im_end|></s>}\n",
+        "<s> [INST] be\n\nhi [/INST]{ yo</s>}", "<s> [INST] so\n\nhi [/INST]{ yo</s>}",
+        ANSWERED, "<s> [INST] so\n\nhi [/INST]{ yo</s>}",
+    ]  # fmt: skip
+    assert built_in_template("mistral") == tokenizer.chat_template
+    for table, said in (
+        ({"name": "x"}, "unknown key name; known: path, weight, split, chat_template, system"),
+        ({"weight": 1}, "has no path"),
+        ({"path": "a", "weight": "1"}, "weight must be a number"),
+        ({"path": "a", "system": 3}, "system must be a text"),
+        ({"path": "a", "weight": 0}, "the weight 0 must be a positive number"),
+        ({"path": str(one), "chat_template": "no"}, "--chat-template no: neither a built-in template"),
+    ):
+        with pytest.raises(ExpertMeshError, match=said):
+            load_samples("--dataset", [json.dumps(table)], tokenizer, DataOptions(512), 0)
+    text = write(tmp_path / "text.jsonl", [{"text": "a"}])
+    with pytest.raises(ExpertMeshError, match="is plain text, which has no system prompt; leave out the data set's"):
+        load_samples("--dataset", [json.dumps({"path": str(text), "system": "be"})], tokenizer, DataOptions(512), 0)
 
 
 def test_bad_weights() -> None:

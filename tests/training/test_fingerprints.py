@@ -22,7 +22,7 @@ from expertmesh.training.data.labels import LABELLED_ANSWERS
 from expertmesh.training.data.pairs import PAIRS
 from expertmesh.training.data.record_kinds import CONVERSATIONS, SPLIT_TURNS, RecordKind
 from expertmesh.training.data.sample_cache import keys_of
-from expertmesh.training.data.samples import Samples, hold_out
+from expertmesh.training.data.samples import Samples, hold_out, numbers_used
 from expertmesh.training.data.sequences import Rows
 from expertmesh.training.run.finished import Finished, _find, read_finished
 from expertmesh.training.run.loop import data_order, order_facts
@@ -112,6 +112,7 @@ def keys_in(config: TrainConfig) -> tuple[Facts, dict[str, Any]]:
     options = data_options(config)
     data = [keys_of(json.dumps([place, config.dataset_config]), options, tokenizer)[1] for place in places]
     facts: Facts = {"model": {"files": config.model}, "data": {"tokens": data[0]}}
+    facts["data"]["mixed"] = str(numbers_used([9, 9], [1, 2], config.stopping_strategy == "all_exhausted"))
     if config.eval_ratio:
         records = cast(Samples, SimpleNamespace(records=torch.arange(99), select=str))
         facts["data"]["kept"] = cast(str, hold_out(records, config.eval_ratio, config.seed)[0])

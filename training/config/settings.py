@@ -20,7 +20,7 @@ from ...sharding.parallelize.choices import Checkpointing, DispatchSums
 from ...sharding.pipeline.schedule import ScheduleName, schedule_without_queue
 from ...sharding.topology import DenseShard
 from ..data.chat import TrainOn
-from ..data.data_files import SampleBy
+from ..data.data_files import SampleBy, StoppingStrategy
 from ..data.templates import BUILT_IN
 from ..data.truncation import WRAPPED, Packing, Truncation
 from .moves import Moves
@@ -61,7 +61,8 @@ def _flag(default: Any, help: str | Callable[[], str], *needs: "Needs", **metada
             `is_said_at_default`, of a flag that asks for something with its default, too; `device`, the only type on
             which it has an effect; `in_plans`, whether a forecast depends on it, where its part says otherwise; `also`,
             further types of a keyword argument; `moves`, see `Moves`; `is_later`, of a setting that came after files
-            were kept by keys (see `start.fingerprints`): at its default it is no part of one; and see `FlagParser`.
+            were kept by keys (see `start.fingerprints`): at its default it is no part of one; `tables`, of a list
+            whose entries may be tables in a file: each is then one as JSON; and see `FlagParser`.
     """
     return field(default=default, metadata={"help": help, "needs": needs, **metadata})
 
@@ -379,9 +380,23 @@ class DataSettings:
     }
 
     dataset: list[str] = _list(
-        "JSON, JSONL, Parquet, CSV or TXT files, directories of them, or hub ids; NAME:WEIGHT mixes",
+        "JSON, JSONL, Parquet, CSV or TXT files, directories of them, or hub ids; NAME:WEIGHT mixes; in YAML also "
+        "tables with path, weight, split, chat_template and system",
         scope="input",
         metavar="FILE",
+        tables=True,
+    )
+    stopping_strategy: StoppingStrategy = _flag(
+        "first_exhausted",
+        "Where a mixture by weights ends: when the first data set is used up, or when all are, which repeats others",
+        excludes=[
+            (
+                lambda config: config.stopping_strategy == "all_exhausted" and config.eval_ratio > 0,
+                "--stopping-strategy all_exhausted: repeats records, of which --eval-ratio would hold out some; give "
+                "--eval-dataset",
+            ),
+        ],
+        is_later=True,
     )
     dataset_config: str = _flag(
         "",
@@ -446,7 +461,8 @@ class DataSettings:
     )
     train_on: TrainOn = _flag(
         "assistant",
-        "Trained tokens: all; every assistant turn; last turn; final (without reasoning)",
+        "Trained tokens: all; every assistant turn; last turn; of every assistant turn all but the reasoning (final), "
+        "or one part: its reasoning, text or tool calls",
         of_task=_READ_OF_RECORDS,
     )
     split_turns: bool = _flag(
@@ -454,8 +470,8 @@ class DataSettings:
         "Make a sample of each trained answer, which ends with it: keeps reasoning that templates leave out of "
         "earlier turns",
         requires=(
-            lambda train_on: train_on in ("assistant", "final"),
-            "--split-turns: samples have one answer; give --train-on assistant or final, not {train_on}",
+            lambda train_on: train_on not in ("all", "last"),
+            "--split-turns: samples have one answer; give --train-on assistant, final or a part, not {train_on}",
         ),
         of_task=_READ_OF_RECORDS,
         excludes=("prompt_template", "--split-turns: --prompt-template takes single answers; leave out one of them"),
@@ -558,6 +574,7 @@ class DataSettings:
         of_task="{given}: --task {task} needs a fixed set of data; leave it out",
         excludes=[
             _of_a_stream("teacher", "what it predicts is computed once, of a fixed set"),
+            _of_a_stream("stopping_strategy", "mixes nothing, and repeats all"),
             _of_a_stream("eval_ratio", "nothing can be held out of a stream; give --eval-dataset"),
             _of_a_stream("group_by_length", "lengths are not known; give --packing"),
             _of_a_stream("prepare_only", "nothing is kept in the cache"),
@@ -1424,6 +1441,7 @@ class EvaluationSettings:
         _READS_EVALUATION,
         scope="input",
         metavar="FILE",
+        tables=True,
         of=_DATA,
         moves=Moves.SAMPLES,
     )

@@ -816,6 +816,11 @@ def setting_of(parser: FlagParser, key: str, value: Any, given: dict[str, str]) 
     given[name] = key
     if parser.passes_over(name, value):
         return {}
+    if isinstance(value, list) and SETTINGS[name].metadata.get("tables"):
+        value = [
+            json.dumps(as_read(each), default=str) if isinstance(each, dict) and _is_setting(each) else each
+            for each in value
+        ]
     if not _is_setting(value):
         raise ExpertMeshError(f"{name} must be a string, a number, or a list or table of these")
     if isinstance(value, list) and not parser.takes_list(name):

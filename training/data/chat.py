@@ -24,14 +24,22 @@ from .templates import BUILT_IN, CHATML_TOKEN, NO_LONGER, built_in_template
 from .truncation import Calls, Tokenized
 from .turns import Written, with_reasoning, writes_empty_thought
 
-TrainOn = Literal["all", "assistant", "last", "final"]
+TrainOn = Literal["all", "assistant", "last", "final", "reasoning", "text", "calls"]
 
 Span = tuple[int, int]
 """(begin, end) of characters in a text."""
 
-Part = Literal["turn", "own", "final"]
-"""Of an assistant's message: all that stands in its turn; what the record asks for; that without the reasoning."""
+Part = Literal["turn", "own", "final", "reasoning", "text", "calls"]
+"""Of an assistant's message: all that stands in its turn; what the record asks for; that without the reasoning; and
+what that is made of. The text ends where its calls begin, and what ends the turn belongs to the last of them."""
+_PARTS: dict[TrainOn, Part] = {"final": "final", "reasoning": "reasoning", "text": "text", "calls": "calls"}
+"""What --train-on may ask of an answer in place of all that the record asks for."""
 
+DROPS_REASONING = (
+    "have earlier answers whose reasoning the chat template leaves out, as when the model is used: it is not trained "
+    "on; --split-turns makes a sample of each answer, with its reasoning"
+)
+"""What is told of such records, behind their number."""
 _MARK = "\ue001{}\ue001"
 _MARK_PATTERN = re.compile("\ue001([0-9]+)\ue001")
 # so many messages of a kind are looked at one by one
@@ -102,7 +110,8 @@ class Rendered:
     """A conversation's text, the (begin, end) of its characters that are trained on, the special tokens that end the
     answers among them, and the parts with another weight than 1, in order. is_unexplained: whether there may be text
     among them that only the template wrote (see `Written`). calls: of each answer with tool calls that is trained on,
-    where it begins, where its calls do, at the latest behind its own text, and where both end."""
+    where it begins, where its calls do, at the latest behind its own text, and where both end. drops_reasoning: whether
+    the template leaves out the reasoning of an answer that is trained on."""
 
     text: str
     trained: list[tuple[int, int]]
@@ -110,6 +119,7 @@ class Rendered:
     weights: Sequence[tuple[Span, float]] = ()
     is_unexplained: bool = False
     calls: Sequence[tuple[int, int, int]] = ()
+    drops_reasoning: bool = False
 
 
 def render(tokenizer: Any, conversation: Conversation, train_on: TrainOn, date: str = "") -> Rendered:
@@ -131,28 +141,88 @@ def render(tokenizer: Any, conversation: Conversation, train_on: TrainOn, date: 
     weights = {i: own for i, own in enumerate(conversation.is_trained) if type(own) is float}
     answers = [i for i, is_trained in enumerate(wanted) if is_trained and written.messages[i]["role"] == "assistant"]
     calling = [i for i in answers if written.messages[i].get("tool_calls")]
+    drops = bool(written.lost_reasoning & {*answers})
     if train_on == "all":
         left_out = find_spans(written, [i for i, is_trained in enumerate(wanted) if not is_trained], "turn")
         trained = _complement(_merged(itertools.chain(*left_out.values())), len(written.text))
         last = [(0, len(written.text))] if answers[-1:] == [len(wanted) - 1] else []
         of_weights = find_spans(written, list(weights), "turn")
         calls = _calls(written, find_spans(written, calling, "turn"))
-        return Rendered(written.text, trained, _ends(written, last), _weighed(of_weights, weights), calls=calls)
-    part: Part = "final" if train_on == "final" else "own"
-    spans = find_spans(written, [i for i, is_trained in enumerate(wanted) if is_trained], part)
-    ends = _ends(written, [span for answer in answers for span in spans[answer]])
+        weighed = _weighed(of_weights, weights)
+        return Rendered(written.text, trained, _ends(written, last), weighed, calls=calls, drops_reasoning=drops)
+    part = _PARTS.get(train_on, "own")
+    spans = find_parts(written, [i for i, is_trained in enumerate(wanted) if is_trained], part)
+    ends = _ends(written, [span for answer in _ending(answers, calling, part) for span in spans[answer]])
     trained = _merged(itertools.chain(*spans.values()))
-    calls = _calls(written, {i: spans[i] for i in calling})
-    return Rendered(written.text, trained, ends, _weighed(spans, weights), written.is_unexplained, calls)
+    calls = [] if part in ("reasoning", "text") else _calls(written, {i: spans[i] for i in calling}, part)
+    return Rendered(written.text, trained, ends, _weighed(spans, weights), written.is_unexplained, calls, drops)
 
 
-def _calls(written: Written, spans: Mapping[int, list[Span]]) -> list[tuple[int, int, int]]:
+def _ending(answers: list[int], calling: list[int], part: Part) -> list[int]:
+    """The answers whose end belongs to a part of them."""
+    if part == "text":
+        return [answer for answer in answers if answer not in calling]
+    return [] if part == "reasoning" else answers
+
+
+def find_parts(written: Written, indices: Sequence[int], part: Part) -> dict[int, list[Span]]:
+    """As `find_spans`, of any part.
+
+    Raises:
+        ValueError: as `find_spans`; or an answer's text cannot be told from its calls.
+    """
+    if part not in ("reasoning", "text", "calls"):
+        return find_spans(written, indices, part)
+    found = find_spans(written, indices, "final")
+    answers = [i for i in indices if written.messages[i]["role"] == "assistant"]
+    if part == "reasoning":
+        thinking = [i for i in answers if i not in written.lost_reasoning and _thinks(written.messages[i])]
+        complete = find_spans(written, thinking, "own")
+        # its end where nothing follows it
+        ends = {i: found[i][0][0] if found[i] else complete[i][-1][1] for i in thinking if complete[i]}
+        return found | {i: [] for i in answers} | {i: [(complete[i][0][0], end)] for i, end in ends.items()}
+    return found | {i: _text_or_calls(written, i, found[i], part) for i in answers}
+
+
+def _thinks(message: dict[str, Any]) -> bool:
+    return bool(_words_of(message).strip()) or "</think>" in message["content"]
+
+
+def _text_or_calls(written: Written, index: int, spans: list[Span], part: Part) -> list[Span]:
+    """One of both parts of an answer, of which they are all that it has beside reasoning."""
+    message = written.messages[index]
+    if not message.get("tool_calls") or not spans:
+        return spans if part == "text" else []
+    content = message["content"] if _words_of(message) else message["content"].rpartition("</think>")[2]
+    said, (begin, end), behind = content.strip(), spans[0], spans[1:]
+    if not said:
+        return [] if part == "text" else spans
+    if written.text.startswith(said, begin):
+        border = begin + len(said)
+    else:
+        at, border = written.text_span(index)
+        if behind and at >= behind[0][0]:  # it stands behind the results of its calls
+            return behind if part == "text" else [(begin, end)]
+    if not (begin < border <= end and written.text.find(_names(message)[0], border, end) >= 0):
+        raise ValueError(
+            f"cannot tell the text of message {index + 1} from its tool calls in the chat template's text; use another "
+            "--chat-template, or another --train-on"
+        )
+    return [(begin, border)] if part == "text" else [(border, end), *behind]
+
+
+def _calls(written: Written, spans: Mapping[int, list[Span]], part: Part = "turn") -> list[tuple[int, int, int]]:
     """See `Rendered`. What stands between an answer's own words and the name of the function that it calls first is
-    part of the call."""
+    part of the call.
+
+    Args:
+        part: of the answers, that the spans are.
+    """
     found = []
     for index, (begin, end) in ((index, parts[0]) for index, parts in spans.items() if parts):
         message, at = written.messages[index], begin
-        for words in filter(None, (_words_of(message).strip(), message["content"].strip())):
+        inside = {"calls": (), "final": (message["content"],)}.get(part, (_words_of(message), message["content"]))
+        for words in filter(None, map(str.strip, inside)):
             where = written.text.find(words, at, end)
             at = at if where < 0 else where + len(words)
         is_before = written.text.find(_names(message)[0], at, end) >= 0

@@ -44,6 +44,8 @@ class RowError(ValueError):
     """What is wrong with a record; whoever knows where it stands says so."""
 
 
+StoppingStrategy = Literal["first_exhausted", "all_exhausted"]
+"""Where a mixture of data sets ends, as `datasets` calls it."""
 SampleBy = Literal["line", "paragraph", "document"]
 """What is a record of a .txt file, as `datasets` calls it. Blank lines are between paragraphs, and no records
 themselves."""
@@ -51,17 +53,22 @@ themselves."""
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """One entry of --dataset: a path or hub id, and its weight among the records, if one was given."""
+    """One entry of --dataset: a path or hub id, its weight among the records, if one was given, and what is its own in
+    place of the run's: split, chat template, and a system message for conversations without one."""
 
     name: str
     weight: float | None
+    split: str = ""
+    chat_template: str = ""
+    system: str = ""
 
 
 def parse_datasets(flag: str, entries: list[str]) -> list[DatasetSpec]:
-    """`a.jsonl:0.7 b.parquet:0.3`: weights are for all of them or for none. A path that exists is all path.
+    """`a.jsonl:0.7 b.parquet:0.3`, or tables as JSON with the keys of _ENTRY: weights are for all of them or for none.
+    A path that exists is all path.
 
     Raises:
-        ExpertMeshError: a weight is not positive, or only some have one.
+        ExpertMeshError: a weight is not positive, only some have one, or a table has other keys.
     """
     specs = [_parse_entry(flag, entry) for entry in entries]
     weighted = [spec for spec in specs if spec.weight is not None]
@@ -80,7 +87,34 @@ def places_read(flag: str, value: Any) -> list[str]:
     return [value] if value else []
 
 
+_ENTRY: dict[str, tuple[type, ...]] = {
+    "path": (str,), "weight": (int, float), "split": (str,), "chat_template": (str,), "system": (str,),
+}  # fmt: skip
+"""Keys of a table that is an entry of --dataset, with what each holds."""
+
+
+def _parse_table(flag: str, entry: str) -> DatasetSpec:
+    try:
+        table = json.loads(entry)
+    except ValueError as error:
+        raise ExpertMeshError(f"{flag} {entry}: no such file, nor the JSON of a table: {error}") from error
+    for key, value in table.items():
+        if key not in _ENTRY:
+            raise ExpertMeshError(f"{flag} {entry}: unknown key {key}; known: {', '.join(_ENTRY)}")
+        if isinstance(value, bool) or not isinstance(value, _ENTRY[key]) or value == "":
+            kind = "a number" if float in _ENTRY[key] else "a text"
+            raise ExpertMeshError(f"{flag} {entry}: {key} must be {kind}")
+    if "path" not in table:
+        raise ExpertMeshError(f"{flag} {entry}: has no path")
+    spec = DatasetSpec(**{"name" if key == "path" else key: value for key, value in {"weight": None, **table}.items()})
+    if spec.weight is not None and not (math.isfinite(spec.weight) and spec.weight > 0):
+        raise ExpertMeshError(f"{flag} {entry}: the weight {spec.weight} must be a positive number")
+    return spec
+
+
 def _parse_entry(flag: str, entry: str) -> DatasetSpec:
+    if entry.lstrip().startswith("{") and not os.path.exists(entry):
+        return _parse_table(flag, entry)
     name, colon, tail = entry.rpartition(":")
     if (
         not colon

@@ -3,7 +3,6 @@
 A format of your own is one call of `register_format`, before data are read.
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -11,43 +10,27 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ...moe.util.entry_checks import check_fields, check_value
+from .calls_in_text import read_texts
 from .data_files import RowError
 from .image_files import Source
-from .pictures import COLUMNS, IMAGE, PARTS, PLACES, Mark, column_of_images, mark_of, placed, sources_in
+from .messages import (
+    IMAGES,
+    MEDIA,
+    OTHER_MEDIA,
+    REASONING,
+    content_in,
+    json_value,
+    message_of,
+    read_calls,
+    read_messages,
+    refuse_media,
+    text_in,
+    weight_of,
+)
+from .pictures import COLUMNS, column_of_images, placed, sources_in
 from .tool_results import in_order_of_calls
+from .tools import TOOLS, tools_in, unread_tools
 
-# sharegpt's names of roles, and those that other data sets use in their place
-_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "ai": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "assistant": "assistant",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "tool_response": "tool",
-    "function": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-}
-# roles whose content is a tool call, or several, as JSON: LLaMA-Factory's and ms-swift's
-_CALLERS = ("function_call", "tool_call")
-# what a turn of calls and the answer that it belongs to both have
-_JOINED = ("role", "content", "tool_calls")
-# keys of a message that hold what it thinks before it speaks: DeepSeek's and Qwen's, GPT-OSS', OpenRouter's
-_REASONING = ("reasoning_content", "thinking", "reasoning")
-# those that hold it in another form
-_REASONING_PARTS = ("reasoning_details", "thinking_blocks")
-# keys of a message that say whether it is trained on, or with which weight: ours, axolotl's, OpenAI's, LLaMA-Factory's,
-# ms-swift's
-_OVERRIDES = ("train", "training", "weight", "loss_weight", "loss", "loss_scale")
 # columns of preference data: trl's and LLaMA-Factory's, ms-swift's, OpenAI's
 _PREFERENCES = ("rejected", "rejected_response", "rejected_messages", "non_preferred_output", "kto_tag")
 LABELS = ("label", "kto_tag")
@@ -59,27 +42,15 @@ _IS_PREFERENCE = (
     "a rejected answer or --task kto for labelled answers, leave the column out, or name those to train on with "
     "--prompt-column and --response-column, or --messages-column"
 )
-# keys of a tool call that hold what it hands over: OpenAI's, and that of Llama's published chat template
-_ARGUMENTS = ("arguments", "parameters")
-# its other keys
-_ABOUT_A_CALL = ("type", "id", "index", "function", "name")
-TOOLS = ("tools", "functions", "tool_defs", "tools_json", "available_tools")
-"""Columns with the tools of a conversation: today's name, OpenAI's older one, verifiers', and others in use."""
-_LIKE_TOOLS = re.compile(r"tool|func|(^|_)apis?(_|$)", re.IGNORECASE)
-_MOST_WEIGHT = 1_000_000
-_OTHER_MEDIA = ("videos", "audios", "video", "audio")
-_MEDIA = (*COLUMNS, *_OTHER_MEDIA)
 _OBJECTS = ("<ref-object>", "<bbox>")
-_IMAGES = "\ue002images"
-"""Of a message that is being read: what it says of its own images."""
 # columns with a part of a question or an answer, which some formats read
-_PARTS = ("history", "input", "context", *_REASONING)
+_PARTS = ("history", "input", "context", *REASONING)
 
 
 @dataclass(frozen=True)
 class Columns:
     """Names of columns where they are not the usual ones; empty means: find out. images: those in which images are
-    looked for."""
+    looked for. system_message: what stands in for a system prompt in conversations without one."""
 
     prompt: str = ""
     response: str = ""
@@ -88,6 +59,7 @@ class Columns:
     system: str = ""
     weight: str = ""
     images: tuple[str, ...] = COLUMNS
+    system_message: str = ""
 
 
 @dataclass(frozen=True)
@@ -132,6 +104,8 @@ class PlainText:
 
 
 _Read = Callable[[Mapping[str, Any], Columns], Conversation | PlainText]
+Part = Callable[[Mapping[str, Any]], list[dict[str, Any]]]
+"""A part of a record's conversation, as messages: its prompt, or its answer. Formats are made of one of each."""
 
 
 @dataclass(frozen=True)
@@ -256,8 +230,8 @@ def read_row(row: Any, data_format: Format, columns: Columns) -> "Conversation |
     said = data_format.read(row, columns)
     if isinstance(said, PlainText):
         if not data_format.is_renamed:
-            _refuse_media(row, _MEDIA)
-        said = replace(said, told=_unread_tools(row, data_format.columns))
+            refuse_media(row, MEDIA)
+        said = replace(said, told=unread_tools(row, data_format.columns))
     return replace(said, weight=_weight_in(row, columns.weight)) if columns.weight else said
 
 
@@ -269,20 +243,14 @@ def _weight_in(row: Mapping[str, Any], column: str) -> float:
     if isinstance(value, str):
         with suppress(ValueError):
             value = float(value)
-    return _weight(value, column)
-
-
-def _weight(value: Any, name: str) -> float:
-    if not isinstance(value, int | float) or not 0 <= value <= _MOST_WEIGHT:
-        raise RowError(f"{name} is {value!r:.80}; expected a weight from 0 to {_MOST_WEIGHT:,}, or true or false")
-    return float(value)
+    return weight_of(value, column)
 
 
 def _messages_in(column: str) -> _Read:
     """OpenAI's keys or sharegpt's, message by message."""
 
     def read(row: Mapping[str, Any], columns: Columns) -> Conversation:
-        return conversation(row, columns, *_messages(row[column], column))
+        return conversation(row, columns, *read_messages(row[column], column))
 
     return read
 
@@ -294,6 +262,8 @@ def _plain(column: str) -> _Read:
 def _plain_text(text: str, columns: Columns, prompt: str | None = None) -> PlainText:
     if columns.system:
         raise RowError("is plain text, which has no system prompt; leave out --system-column")
+    if columns.system_message:
+        raise RowError("is plain text, which has no system prompt; leave out the data set's system")
     return PlainText(text, prompt)
 
 
@@ -313,23 +283,22 @@ def read_answer(row: Mapping[str, Any], columns: Columns) -> Conversation | Plai
     Raises:
         RowError: they are neither texts nor lists of messages, or what is beside them has no place.
     """
-    said = _prompt_and_text(row, columns)
-    if isinstance(said, PlainText):
-        return said
-    before = len(_messages(row["prompt"], "prompt")[0])
-    # a system prompt may have come in front
-    before += len(said.messages) - before - len(_messages(row["completion"], "completion")[0])
-    context: list[bool | float | None] = [False] * before
-    if any(type(own) is float for own in said.is_trained[before:]):
+    if not holds_messages(row["prompt"], row["completion"]):
+        return _prompt_and_text(row, columns)
+    before, _ = read_messages(row["prompt"], "prompt")
+    after, overrides = read_messages(row["completion"], "completion")
+    if any(type(own) is float for own in overrides):
         raise RowError("has a message with a weight, but preference data are not weighted; leave it out")
-    return replace(said, is_trained=context + said.is_trained[before:])
+    said = conversation(row, columns, before + after, [False] * len(before) + overrides)
+    # a system prompt may have come in front
+    return replace(said, is_trained=[False, *said.is_trained[1:]])
 
 
 def _prompt_and_text(row: Mapping[str, Any], columns: Columns) -> Conversation | PlainText:
     """trl's two forms of prompt and completion."""
     if holds_messages(row["prompt"], row["completion"]):
         return _prompt_and_completion(row, columns, "prompt", "completion")
-    named = (columns.system or "system", *TOOLS, *_MEDIA)
+    named = (columns.system or "system", *TOOLS, *MEDIA)
     beside = next((key for key in named if row.get(key)), None)
     if beside is not None:
         raise RowError(
@@ -350,8 +319,8 @@ def holds_messages(*values: Any) -> bool:
 
 def _prompt_and_completion(row: Mapping[str, Any], columns: Columns, prompt: str, response: str) -> Conversation:
     """trl's conversational form: two lists of messages, of which the second alone is trained on."""
-    before, given = _messages(row[prompt], prompt)
-    after, overrides = _messages(row[response], response)
+    before, given = read_messages(row[prompt], prompt)
+    after, overrides = read_messages(row[response], response)
     # an answer in the prompt is an example, unless it says otherwise
     context = [
         False if said is None and message["role"] == "assistant" else said
@@ -360,20 +329,17 @@ def _prompt_and_completion(row: Mapping[str, Any], columns: Columns, prompt: str
     return conversation(row, columns, before + after, context + overrides)
 
 
-def _question(question: str, answer: str, further: str = "") -> _Read:
-    """A question, perhaps with more of it in a column of its own, and its answer; perhaps behind earlier turns."""
+def asked(question: str, further: str = "") -> Part:
+    """A prompt that is a question, perhaps with more of it in a column of its own, perhaps behind earlier turns."""
 
-    def read(row: Mapping[str, Any], columns: Columns) -> Conversation:
-        asked = text_in(row, question)
-        if further and row.get(further):
-            asked += "\n" + text_in(row, further)
-        messages = [*history_in(row), message_of("user", asked), message_of("assistant", text_in(row, answer))]
-        return conversation(row, columns, messages, [None] * len(messages))
+    def read(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        more = text_in(row, further) if further and row.get(further) else ""
+        return [*_history_in(row), message_of("user", "\n".join(filter(None, (text_in(row, question), more))))]
 
     return read
 
 
-def history_in(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _history_in(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Earlier turns as LLaMA-Factory has them: pairs of question and answer."""
     messages: list[dict[str, Any]] = []
     for turn in json_value(row.get("history"), "history", list, "a list") or []:
@@ -381,6 +347,31 @@ def history_in(row: Mapping[str, Any]) -> list[dict[str, Any]]:
             raise RowError(f"history has {turn!r:.80}, not a pair of question and answer")
         messages += [message_of("user", turn[0]), message_of("assistant", turn[1])]
     return messages
+
+
+def answered(column: str) -> Part:
+    """An answer that is a text."""
+    return lambda row: [message_of("assistant", text_in(row, column))]
+
+
+def called(column: str) -> Part:
+    """An answer that is calls of tools, and nothing else."""
+
+    def read(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        calls = json_value(row[column], column, list, "a list of tool calls")
+        if not calls:
+            raise RowError(f"{column} has no tool call")
+        return [{**message_of("assistant", ""), "tool_calls": read_calls(calls, column)}]
+
+    return read
+
+
+def _of(prompt: Part, answer: Part) -> _Read:
+    def read(row: Mapping[str, Any], columns: Columns) -> Conversation:
+        messages = [*prompt(row), *answer(row)]
+        return conversation(row, columns, messages, [None] * len(messages))
+
+    return read
 
 
 FORMATS = [
@@ -391,7 +382,7 @@ FORMATS = [
         unread=(),
         written="`messages`: `role`, `content` (a text or a list of text parts), optionally "
         "`tool_calls`; optional column `tools` (or `functions`)",
-        known_from="OpenAI, trl, axolotl, ms-swift",
+        known_from="OpenAI, Anthropic, trl, axolotl, ms-swift",
     ),
     Format(
         "sharegpt",
@@ -399,7 +390,7 @@ FORMATS = [
         _messages_in("conversations"),
         unread=(),
         written="`conversations`: `from`, `value`",
-        known_from="sharegpt, LLaMA-Factory",
+        known_from="sharegpt, Hermes, LLaMA-Factory",
     ),
     Format(
         "prompt/completion",
@@ -420,24 +411,32 @@ FORMATS = [
     Format(
         "query/response",
         ("query", "response"),
-        _question("query", "response"),
-        unread=("input", "context", *_REASONING),
+        _of(asked("query"), answered("response")),
+        unread=("input", "context", *REASONING),
         written="`query`, `response`, perhaps `system`, `history`",
         known_from="ms-swift",
     ),
     Format(
+        "query/answers",
+        ("query", "answers"),
+        _of(asked("query"), called("answers")),
+        unread=("input", "context", *REASONING),
+        written="`query`, `answers`: calls, `tools`",
+        known_from="xlam",
+    ),
+    Format(
         "alpaca",
         ("instruction", "output"),
-        _question("instruction", "output", "input"),
-        unread=("context", *_REASONING),
+        _of(asked("instruction", "input"), answered("output")),
+        unread=("context", *REASONING),
         written="`instruction`, `output`, perhaps `input`, `system`, `history`",
         known_from="alpaca",
     ),
     Format(
         "dolly",
         ("instruction", "response"),
-        _question("instruction", "response", "context"),
-        unread=("input", *_REASONING),
+        _of(asked("instruction", "context"), answered("response")),
+        unread=("input", *REASONING),
         written="`instruction`, `response`, perhaps `context`, `system`, `history`",
         known_from="dolly",
     ),
@@ -524,45 +523,24 @@ def conversation(
     order, told = in_order_of_calls(messages)
     messages, is_trained = [messages[at] for at in order], [is_trained[at] for at in order]
     name = columns.system or "system"
-    system = text_in(row, name) if row.get(name) else ""
+    system = content_in(row, name) if row.get(name) else ""
+    if not system and messages[0]["role"] not in ("system", "developer"):
+        system = columns.system_message
     if system and messages[0]["role"] != "system":
         messages = [message_of("system", system), *messages]
         is_trained = [None, *is_trained]
     elif system and messages[0]["content"].strip() != system.strip():
         raise RowError(f"has a system prompt in {name} and another in its first message; leave one out")
-    _refuse_media(row, _OTHER_MEDIA)
-    own = [source for message in messages for source in message.pop(_IMAGES, ())]
+    read = read_texts(messages, is_trained, tools_in(row))
+    messages = read.messages
+    refuse_media(row, OTHER_MEDIA)
+    own = [source for message in messages for source in message.pop(IMAGES, ())]
     has_column = column_of_images(row, columns.images) is not None
     images = placed(messages, own, sources_in(row, columns.images)) if own or has_column else []
     _refuse_objects(row, messages)
     arguments = json_value(row.get("chat_template_kwargs"), "chat_template_kwargs", dict, "an object")
-    told += _unread_tools(row, (*TOOLS, *vars(columns).values()))
-    return Conversation(messages, is_trained, _tools_in(row), arguments, images=images, told=told)
-
-
-def _tools_in(row: Mapping[str, Any]) -> list[Any] | None:
-    found = {name: tools for name in TOOLS if (tools := _tools(row.get(name), name))}
-    for name, tools in found.items():
-        first = next(iter(found))
-        if tools != found[first]:
-            raise RowError(f"has different {first} and {name}; leave one out")
-    return next(iter(found.values()), None)
-
-
-def _unread_tools(row: Mapping[str, Any], read: Sequence[str]) -> list[str]:
-    """What is told of columns that are called like tools, hold a list or an object, and are not read."""
-    return [
-        f"have the column {name}, which looks like tools and is not read (those of a conversation are: {TOOLS[0]})"
-        for name, value in row.items()
-        if isinstance(name, str) and name not in read and _LIKE_TOOLS.search(name) and _is_structure(value)
-    ]
-
-
-def _is_structure(value: Any) -> bool:
-    if isinstance(value, str) and value.strip()[:1] in ("[", "{"):
-        with suppress(ValueError, RecursionError):
-            value = json.loads(value)
-    return isinstance(value, list | dict) and bool(value)
+    told += [*read.told, *unread_tools(row, (*TOOLS, *vars(columns).values()))]
+    return Conversation(messages, read.is_trained, read.tools, arguments, images=images, told=told)
 
 
 def _refuse_objects(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> None:
@@ -573,309 +551,3 @@ def _refuse_objects(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]
             f"has objects and {' and '.join(tags)} in its text, which would be learned as it stands; write the names "
             "and boxes into the text as the model is to write them"
         )
-
-
-def _refuse_media(said: Mapping[str, Any], keys: Sequence[str], place: str = "") -> None:
-    """Refuse what is not read where it stands."""
-    media = next((key for key in keys if said.get(key)), None)
-    if media is not None:
-        remedy = "it is not text or images: leave it out"
-        if media in COLUMNS:
-            remedy = PLACES
-        raise RowError(f"{place}has {media}; {remedy}")
-
-
-def _tools(tools: Any, name: str) -> list[Any] | None:
-    """A list of them, or the JSON text of one, as tables have it: each as templates take it, within `function`."""
-    found = json_value(tools, name, list, "a list")
-    if found is None:
-        return None
-    objects = [json_value(tool, f"{name} has an entry that", dict, "an object") for tool in found]
-    if None in objects:
-        raise RowError(f"{name} has an entry that is {found[objects.index(None)]!r:.80}, not an object")
-    return [
-        {"type": "function", "function": tool} if "name" in tool and "function" not in tool else tool
-        for tool in objects
-    ]
-
-
-def json_value(value: Any, name: str, kind: type, described: str) -> Any:
-    """A value of a kind, or its JSON text, as tables have it; None if there is none."""
-    found = value
-    if isinstance(value, str):
-        try:
-            found = json.loads(value) if value.strip() else None
-        except ValueError as error:
-            raise RowError(f"{name} is {value!r:.80}, neither {described} nor the JSON of one: {error}") from error
-    if found and not isinstance(found, kind):
-        raise RowError(f"{name} is {value!r:.80}, not {described}")
-    return found or None
-
-
-def _messages(turns: Any, column: str) -> tuple[list[dict[str, Any]], list[bool | float | None]]:
-    """Messages of a list of them, or of its JSON text, as tables have it."""
-    if isinstance(turns, str) and turns.strip():
-        turns = json_value(turns, column, list, "a list of messages")
-    if not isinstance(turns, list | tuple) or not turns:
-        raise RowError(f"{column} is {turns!r:.80}, not a list of messages")
-    messages: list[dict[str, Any]] = []
-    is_trained: list[bool | float | None] = []
-    turns = [_decoded(turn, f"{column}, message {number}") for number, turn in enumerate(turns, start=1)]
-    for number, turn in enumerate(turns, start=1):
-        place = f"{column}, message {number}"
-        message, override = _read_message(turn, place), _override(turn, place)
-        if continues_answer(turns, number - 1) and not _is_next_step(messages[-1], message):
-            if override != is_trained[-1]:
-                raise RowError(
-                    f"{place}: is one answer with the message before it, which says otherwise whether, or with which "
-                    "weight, it is trained on; give both the same"
-                )
-            _add_calls(messages[-1], message, place)
-            continue
-        messages.append(message)
-        is_trained.append(override)
-    return messages, is_trained
-
-
-def continues_answer(turns: Sequence[Any], index: int) -> bool:
-    """Whether a turn is a call, or several, that belongs to the assistant's turn before it: ms-swift and sharegpt have
-    each of parallel calls, and the text before them, in a turn of its own."""
-    before, turn = (turns[at] if 0 <= at < len(turns) else None for at in (index - 1, index))
-    if not isinstance(before, dict) or not isinstance(turn, dict) or _role(turn) not in _CALLERS:
-        return False
-    role = _role(before)
-    return isinstance(role, str) and _ROLES.get(role) == "assistant"
-
-
-def _is_next_step(answer: Mapping[str, Any], calls: Mapping[str, Any]) -> bool:
-    """Whether a turn of calls is an answer of its own all the same: one that has a thought behind other calls, or text,
-    which templates write before calls."""
-    return bool(calls["content"] or (calls.get("reasoning_content") and answer.get("tool_calls")))
-
-
-def _add_calls(answer: dict[str, Any], calls: dict[str, Any], place: str) -> None:
-    """Make a turn of calls a part of the message before it."""
-    differing = next((key for key in calls if key in answer and key not in _JOINED and calls[key] != answer[key]), None)
-    if differing is not None:
-        raise RowError(
-            f"{place}: is one answer with the message before it, and both have {differing}; give it in one of them"
-        )
-    joined = [*answer.get("tool_calls", ()), *calls["tool_calls"]]
-    answer.update({key: value for key, value in calls.items() if key not in _JOINED} | {"tool_calls": joined})
-
-
-def _decoded(turn: Any, place: str) -> dict[str, Any]:
-    """A message whose calls are no JSON text. Its content may well be, and stays as it is."""
-    if not isinstance(turn, dict):
-        raise RowError(f"{place} is {turn!r:.80}, not an object with role and content")
-    kinds: tuple[tuple[str, type, str], ...] = (
-        ("tool_calls", list, "a list of them"),
-        ("function_call", dict, "an object with name and arguments"),
-    )
-    texts = [(key, kind, said) for key, kind, said in kinds if isinstance(turn.get(key), str)]
-    return {**turn, **{key: json_value(turn[key], f"{place}: {key}", kind, said) for key, kind, said in texts}}
-
-
-def _role(turn: Mapping[str, Any]) -> Any:
-    """As it is, but for capitals and spaces around one that is known."""
-    role = turn.get("role", turn.get("from"))
-    plain = role.strip().lower() if isinstance(role, str) else role
-    return plain if isinstance(plain, str) and plain in _ROLES else role
-
-
-def _refuse_two(turn: Mapping[str, Any], place: str) -> None:
-    """Refuse what a message says in two ways, of which one would be dropped, and what no template would be given or
-    write: results within a call's message, an answer elsewhere than in the content, media."""
-    for one, other in (("role", "from"), ("content", "value"), ("tool_calls", "function_call")):
-        if turn.get(one) and turn.get(other) and turn[one] != turn[other]:
-            raise RowError(f"{place} has {one} and {other}; leave one of them out")
-    if turn.get("tool_responses"):
-        raise RowError(f"{place} has tool_responses; give each result as its own message with the role tool")
-    if turn.get("refusal"):
-        raise RowError(f"{place} has refusal; give its text as content")
-    _refuse_media(turn, _MEDIA, f"{place} ")
-
-
-def _read_message(turn: Mapping[str, Any], place: str) -> dict[str, Any]:
-    role = _role(turn)
-    if not isinstance(role, str):
-        raise RowError(f"{place} has no role (or from); found: {', '.join(map(str, turn)) or 'nothing'}")
-    _refuse_two(turn, place)
-    content = turn.get("content") or turn.get("value", turn.get("content"))
-    calls = turn.get("tool_calls")
-    if not calls and turn.get("function_call"):  # OpenAI's older form of a single call
-        calls = [turn["function_call"]]
-    said = _read_content(content, place)
-    if role in _CALLERS and not calls and not said.calls:
-        caller = _read_caller(said.text, f"{place}: {role}")
-        if said.reasoning and caller.reasoning:
-            raise RowError(f"{place} has reasoning inside and outside of its call; leave one out")
-        said = replace(caller, reasoning=said.reasoning or caller.reasoning)
-    if said.calls and calls:
-        raise RowError(f"{place} has tool calls inside and outside of its content; leave one out")
-    reasoning = _reasoning(turn, place)
-    if said.reasoning and reasoning:
-        raise RowError(f"{place} has reasoning inside and outside of its content; leave one out")
-    if content is None and not calls:
-        raise RowError(f"{place} has no content (or value); found: {', '.join(map(str, turn))}")
-    taken = ("role", "from", "content", "value", "tool_calls", "function_call", *_REASONING, *_OVERRIDES)
-    # a column of a Parquet file holds None in every message that lacks the key
-    others = {key: value for key, value in turn.items() if key not in taken and value is not None}
-    return {
-        **message_of(_ROLES.get(role, role), said.text),
-        **others,
-        **({"reasoning_content": said.reasoning or reasoning} if said.reasoning or reasoning else {}),
-        **({"tool_calls": _read_calls(calls or said.calls, place)} if calls or said.calls else {}),
-        **({_IMAGES: said.images} if said.images else {}),
-    }
-
-
-def _reasoning(turn: Mapping[str, Any], place: str) -> str:
-    """What the message has beside its content, under one of the names in use."""
-    found = {key: turn[key] for key in _REASONING if turn.get(key)}
-    for key, reasoning in found.items():
-        if not isinstance(reasoning, str):
-            raise RowError(f"{place}: {key} is {reasoning!r:.80}, not text")
-    if len(set(found.values())) > 1:
-        raise RowError(f"{place} has reasoning under {' and '.join(found)}, and they differ; leave one out")
-    parts = next((key for key in _REASONING_PARTS if turn.get(key)), None)
-    if parts is not None and not found:
-        raise RowError(f"{place} has {parts}, which would be lost; give it as {_REASONING[0]}")
-    return next(iter(found.values()), "")
-
-
-def _read_calls(calls: Any, place: str) -> list[dict[str, Any]]:
-    """Tool calls as templates take them: a function's name and its arguments, an object even where the data have its
-    JSON; without any, an empty one."""
-    if not isinstance(calls, list | tuple):
-        raise RowError(f"{place}: tool_calls is {calls!r:.80}, not a list of them")
-    read = []
-    for call in calls:
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if isinstance(function, str):
-            function = json_value(function, f"{place}: function", dict, "an object with name and arguments")
-        if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
-            raise RowError(f"{place}: has the tool call {call!r:.80}; expected an object with name and arguments")
-        arguments = _find_arguments(call, function, place)
-        said = f"{place}: the arguments of its call to {function['name']} are {arguments!r:.80}"
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments) if arguments.strip() else {}
-            except ValueError as error:
-                raise RowError(f"{said}, neither an object nor the JSON of one: {error}") from error
-        if not isinstance(arguments, dict | None):
-            raise RowError(f"{said}, not an object or the JSON of one")
-        function = {**_without_arguments(function), "arguments": arguments or {}}
-        outer = _without_arguments(call) if "function" in call else {"type": "function"}
-        read.append({**outer, "function": function})
-    return read
-
-
-def _without_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in call.items() if key not in _ARGUMENTS}
-
-
-def _find_arguments(call: Mapping[str, Any], function: Mapping[str, Any], place: str) -> Any:
-    """What a call hands to its function, within `function` or beside it, under OpenAI's name or Llama's.
-
-    Under any other name it would be dropped, and the model would learn a call without arguments: refused.
-    """
-    given = [holder[key] for holder in (function, call) for key in _ARGUMENTS if holder.get(key) is not None]
-    if any(one != given[0] for one in given[1:]):
-        raise RowError(f"{place}: its call to {function['name']} has two different sets of arguments; leave one out")
-    if given:
-        return given[0]
-    others = [key for key, value in {**call, **function}.items() if value and key not in _ABOUT_A_CALL]
-    if others:
-        raise RowError(
-            f"{place}: its call to {function['name']} has {others[0]} but no arguments; name that "
-            "field arguments, and give {} for nothing"
-        )
-    return None
-
-
-@dataclass(frozen=True)
-class _Content:
-    """What a message's content says, as chat templates take it."""
-
-    text: str = ""
-    reasoning: str = ""
-    calls: tuple[dict[str, Any], ...] = ()
-    images: tuple[Mark, ...] = ()
-
-
-def _read_content(content: Any, place: str) -> _Content:
-    """Content that is a string or a list of parts: texts, and as LLaMA-Factory has them reasoning and tool calls."""
-    if content is None or isinstance(content, str):
-        return _Content(content or "")
-    if not isinstance(content, list | tuple):
-        raise RowError(f"{place}: content is {content!r:.80}, not text")
-    said: dict[str, list[str]] = {"text": [], "reasoning": [], "tool_call": []}
-    images: list[Mark] = []
-    for part in content:
-        kind, value = "text", part
-        if isinstance(part, dict):
-            kind = part.get("type", "text")
-            if kind in PARTS:
-                images.append(mark_of(part, f"{place}: an image"))
-                said["text"].append(IMAGE)
-                continue
-            # OpenAI's key and LLaMA-Factory's; a column of a Parquet file holds None for the one that is lacking
-            value = next((part[key] for key in ("text", "value") if part.get(key) is not None), None)
-        if not (isinstance(kind, str) and kind in said and isinstance(value, str)):
-            raise RowError(
-                f"{place}: content has a part that is not one of {', '.join((*said, *PARTS))}, with text as its "
-                f"value: {part!r:.80}"
-            )
-        said[kind].append(value)
-    calls = tuple(_read_call(call, place) for call in said["tool_call"])
-    return _Content("".join(said["text"]), "".join(said["reasoning"]), calls, tuple(images))
-
-
-def _read_caller(text: str, place: str) -> _Content:
-    """The content of a turn that is a call: one or a list of them as JSON, perhaps behind a thought."""
-    thought = re.match(r"\s*<think>(.*?)</think>", text, re.DOTALL)
-    written = text[thought.end() :] if thought else text
-    try:
-        calls = json.loads(written)
-    except ValueError as error:
-        raise RowError(f"{place} is not JSON ({error}): {written!r:.80}") from error
-    calls = calls if isinstance(calls, list) else [calls]
-    if not calls:
-        raise RowError(f"{place} has no call; expected an object with name and arguments")
-    return _Content("", thought[1].strip() if thought else "", tuple(calls))
-
-
-def _read_call(text: str, place: str) -> dict[str, Any]:
-    """A part with a tool call: JSON with the name of a function and its arguments."""
-    try:
-        call = json.loads(text)
-    except ValueError as error:
-        raise RowError(f"{place}: its tool_call is not JSON ({error}): {text!r:.80}") from error
-    if not (isinstance(call, dict) and isinstance(call.get("name"), str) and "arguments" in call):
-        raise RowError(f"{place}: its tool_call is {text!r:.80}; expected an object with name and arguments")
-    return {"type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
-
-
-def _override(turn: Mapping[str, Any], place: str) -> bool | float | None:
-    """Whether the message is trained on, or its weight; None where it does not say."""
-    if turn.get("train_detail"):
-        raise RowError(f"{place}: train_detail is not supported: a message is trained on completely or not at all")
-    found = {key: turn[key] for key in _OVERRIDES if turn.get(key) is not None}
-    weights = {key: _weight(value, f"{place}: {key}") for key, value in found.items()}
-    # true says nothing of how much
-    numbers = {weights[key] for key, value in found.items() if value is not True}
-    if len(numbers) > 1 or len({bool(weight) for weight in weights.values()}) > 1:
-        raise RowError(f"{place} has {' and '.join(found)}, which contradict each other; leave one out")
-    weight = next(iter(numbers), 1.0)
-    return (bool(weight) if weight in (0, 1) else weight) if found else None
-
-
-def message_of(role: str, content: str) -> dict[str, Any]:
-    return {"role": role, "content": content}
-
-
-def text_in(row: Mapping[str, Any], column: str) -> str:
-    if not isinstance(row[column], str):
-        raise RowError(f"{column} is {row[column]!r:.80}, not text")
-    return row[column]

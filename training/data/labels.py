@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .chat import TrainOn
-from .formats import LABELLED, LABELS, Columns, RowError, label_in
-from .pairs import FIRST, PAIR_FORMATS, PairFormat, answer_in, ending_in_answer, instruction_in, read_answers
+from .data_files import RowError
+from .formats import LABELLED, LABELS, Columns, answered, asked, label_in
+from .pairs import FIRST, PAIR_FORMATS, PairFormat, ending_in_answer, of_parts, read_answers
 from .record_kinds import ReadEntry, RecordKind, Said, TokenTable
 
 DESIRABLE, PROMPT_HASH = "is_desirable", "prompt_hash"
@@ -42,7 +43,7 @@ LABEL_FORMATS = [
     PairFormat(
         "alpaca with labels",
         LABELLED[3],
-        lambda row: (instruction_in(row), answer_in(row, "output")),
+        of_parts(asked("instruction", "input"), answered("output")),
         written="`instruction`, `output`, perhaps `input`, `system`, `history`; `kto_tag` or `label`",
         known_from="LLaMA-Factory",
     ),

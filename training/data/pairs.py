@@ -8,22 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from .chat import TrainOn
-from .formats import (
-    Columns,
-    RowError,
-    check_columns,
-    continues_answer,
-    history_in,
-    holds_messages,
-    json_value,
-    message_of,
-    read_answer,
-    text_in,
-)
+from .data_files import RowError
+from .formats import Columns, Part, answered, asked, check_columns, holds_messages, read_answer
+from .messages import continues_answer, json_value, message_of
 from .record_kinds import ReadEntry, RecordKind, Said, TokenTable
 
 Row = Mapping[str, Any]
-_OF_EITHER = ("is_cut", "is_dropped", "is_endless", "is_unexplained", "loses_call")
+_OF_EITHER = ("is_cut", "is_dropped", "is_endless", "is_unexplained", "loses_call", "drops_reasoning")
 """Columns that are true of a pair where they are of one of its sides."""
 FIRST, FIRST_TARGETS = "first", "first_targets"
 """Columns: the tokens of a pair's chosen one, or the prompt's before a labelled answer; its targets."""
@@ -65,21 +56,12 @@ def _with_prompt(row: Row) -> tuple[Any, Any, Any]:
     return prompt, chosen, rejected
 
 
-def _with_instruction(row: Row) -> tuple[Any, Any, Any]:
-    """LLaMA-Factory's alpaca form."""
-    return instruction_in(row), answer_in(row, "chosen"), answer_in(row, "rejected")
+def of_parts(*parts: Part) -> Callable[[Row], tuple[Any, ...]]:
+    """Of a record a prompt and its answers, each as messages."""
+    return lambda row: tuple(part(row) for part in parts)
 
 
-def instruction_in(row: Row) -> list[dict[str, Any]]:
-    """The prompt of an alpaca form."""
-    further = text_in(row, "input") if row.get("input") else ""
-    asked = "\n".join(filter(None, (text_in(row, "instruction"), further)))
-    return [*history_in(row), message_of("user", asked)]
-
-
-def _with_question(row: Row) -> tuple[Any, Any, Any]:
-    """That of Intel's orca_dpo_pairs."""
-    return [message_of("user", text_in(row, "question"))], answer_in(row, "chosen"), answer_in(row, "rejected")
+_BOTH = answered("chosen"), answered("rejected")
 
 
 def _with_conversation(row: Row) -> tuple[Any, Any, Any]:
@@ -89,7 +71,7 @@ def _with_conversation(row: Row) -> tuple[Any, Any, Any]:
 
 def _with_rejected_response(row: Row) -> tuple[Any, Any, Any]:
     """ms-swift's: a conversation that ends with the preferred answer, and the text of the other one."""
-    return *ending_in_answer(row, "messages"), answer_in(row, "rejected_response")
+    return *ending_in_answer(row, "messages"), answered("rejected_response")(row)
 
 
 def ending_in_answer(row: Row, column: str) -> tuple[list[Any], list[Any]]:
@@ -154,14 +136,14 @@ PAIR_FORMATS = [
     PairFormat(
         "alpaca pairs",
         ("instruction", "chosen", "rejected"),
-        _with_instruction,
+        of_parts(asked("instruction", "input"), *_BOTH),
         written="`instruction`, perhaps `input`, `system`, `history`; `chosen`, `rejected`: texts",
         known_from="LLaMA-Factory",
     ),
     PairFormat(
         "question/chosen/rejected",
         ("question", "chosen", "rejected"),
-        _with_question,
+        of_parts(asked("question"), *_BOTH),
         written="`question`, perhaps `system`; `chosen`, `rejected`: texts",
         known_from="Intel's orca_dpo_pairs",
     ),
@@ -261,10 +243,6 @@ def _is_answer(messages: list[Any]) -> bool:
 def _object(row: Row, column: str) -> Row:
     found: Row = json_value(row[column], column, dict, "an object with messages") or {}
     return found
-
-
-def answer_in(row: Row, column: str) -> list[dict[str, str]]:
-    return [message_of("assistant", text_in(row, column))]
 
 
 def _message(row: Row, column: str) -> Any:

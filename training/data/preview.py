@@ -159,8 +159,10 @@ def describe_origin(origin: Origin) -> str:
         parts.append(f"{dropped:,} left out as too long")
     if origin.bad:
         parts.append(f"{len(origin.bad):,} left out as they cannot be used")
-    if origin.used < origin.rows - origin.without_target - dropped - len(origin.bad):
-        parts.append(f"{origin.used:,} used because of its weight")
+    usable = origin.rows - origin.without_target - dropped - len(origin.bad)
+    if origin.used != usable:
+        repeated = ", some repeatedly," if origin.used > usable else ""
+        parts.append(f"{origin.used:,} used{repeated} because of its weight")
     if origin.weighted:
         parts.append(f"{origin.weighted:,} with weights of their own")
     return ", ".join(parts)

@@ -1,6 +1,7 @@
 """Tables of tokenized samples: made once, then kept between runs in a directory of our own in the cache of `datasets`;
 of records in memory, in none."""
 
+import copy
 import errno
 import hashlib
 import json
@@ -22,15 +23,17 @@ from ...moe.util.child import cores
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.progress import CountedProgress
 from ...moe.util.versions import installed_version
-from .data_files import RowSource, open_rows, parse_datasets
+from .chat import DROPS_REASONING, set_chat_template
+from .data_files import DatasetSpec, RowSource, open_rows, parse_datasets
 from .formats import registered_formats
 from .image_files import changed_images, identity, kept_images, samples_cache
 from .record_kinds import RECORD
 from .samples import SAMPLES, Noted, Origin, Samples, column_of, mix
+from .templates import reads_clock
 from .tokenizing import DataOptions, records_of, special_ids, table_maker
 
 # raise it when the same input gives other tokens, so that what an older version has cached is not taken
-_VERSION = 22
+_VERSION = 23
 # one process tokenises this many records in less time than it takes to start more
 _ROWS_A_WORKER = 5_000
 _ROWS_WITH_IMAGES_A_WORKER = 100
@@ -43,7 +46,13 @@ _PLACE, _DELETE = "{}: tokenized samples cannot be", "delete that directory, and
 
 
 def load_samples(
-    flag: str, entries: list[str], tokenizer: Any, options: DataOptions, seed: int, checks: bool = True
+    flag: str,
+    entries: list[str],
+    tokenizer: Any,
+    options: DataOptions,
+    seed: int,
+    checks: bool = True,
+    repeats: bool = False,
 ) -> Samples:
     """Read and tokenise data sets, and mix them if they have weights.
 
@@ -54,6 +63,7 @@ def load_samples(
         options: how records become tokens.
         seed: of the choice of records where weights leave some out.
         checks: whether what the cache holds is compared with its checksums.
+        repeats: whether a mixture ends with the data set that is the last to be used up, not with the first.
 
     Raises:
         ExpertMeshError: a data set is missing, empty or malformed (with the line), a record has none of the known
@@ -61,9 +71,27 @@ def load_samples(
     """
     check_fast(flag, tokenizer)
     specs = parse_datasets(flag, entries)
-    sources = [open_rows(flag, spec.name, options.hub_config, options.split, options.sample_by) for spec in specs]
-    parts = [_tokenised(source, flag, tokenizer, options, checks) for source in sources]
-    return mix(flag, specs, parts, seed)
+    own = [_own_of(spec, tokenizer, options) for spec in specs]
+    sources = [
+        open_rows(flag, spec.name, each.hub_config, each.split, each.sample_by)
+        for spec, (_, each) in zip(specs, own, strict=True)
+    ]
+    parts = [_tokenised(source, flag, *each, checks) for source, each in zip(sources, own, strict=True)]
+    return mix(flag, specs, parts, seed, repeats)
+
+
+def _own_of(spec: DatasetSpec, tokenizer: Any, options: DataOptions) -> tuple[Any, DataOptions]:
+    """The tokenizer and the options of a data set, with what is its own."""
+    options = replace(
+        options,
+        split=spec.split or options.split,
+        columns=replace(options.columns, system_message=spec.system or options.columns.system_message),
+    )
+    if not spec.chat_template:
+        return tokenizer, options
+    tokenizer = copy.copy(tokenizer)
+    set_chat_template(tokenizer, spec.chat_template)
+    return tokenizer, options if reads_clock(tokenizer) else replace(options, template_date="")
 
 
 def check_fast(flag: str, tokenizer: Any) -> None:
@@ -261,7 +289,7 @@ def _features(options: DataOptions) -> Any:
     numbers: Any = {name: Value("int32") for name in ("length", "num_targets")}
     numbers |= {name: Value("int64") for name in ("full_length", "lost", "row")}
     flags: Any = {name: Value("bool") for name in ("is_endless", "is_empty", "is_unexplained")}
-    flags |= {name: Value("bool") for name in ("is_cut", "is_dropped", "loses_call")}
+    flags |= {name: Value("bool") for name in ("is_cut", "is_dropped", "loses_call", "drops_reasoning")}
     if options.images is not None:
         flags["loses_images"] = Value("bool")
     numbers |= {name: Value(kind) for name, kind in options.kind.numbers.items()}
@@ -318,7 +346,7 @@ def _samples(rows: Any, tokens: Any, flag: str, name: str, options: DataOptions,
         images_cut=None if options.images is None else noted(is_learned, "loses_images"),
         calls_cut=noted(is_learned | (is_cut == 1), "loses_call"),
         unread=Noted(len(unread), str(unread[0])) if unread else None,
-        told=_told(rows),
+        told=_told(rows) + [(DROPS_REASONING, of) for of in [noted(is_learned, "drops_reasoning")] if of],
         bad=bad,
         lengths=_lengths(tokens),
         # what is left out for its length is lost completely
@@ -361,6 +389,8 @@ def keys_of(version: str, options: DataOptions, tokenizer: Any, folders: Sequenc
     of_images = [] if options.images is None else [options.images.facts]
     sees = [["images", *folders] for _ in of_images]
     columns = {name: value for name, value in asdict(options.columns).items() if name != "images"}
+    if not columns["system_message"]:  # which came after data were cached
+        del columns["system_message"]
     rows_key = _fingerprint(version, columns, options.kind.key, *registered_formats(), *sees)
     # which part of the source it is, is in its version
     settings = {**asdict(replace(options, images=None)), "num_workers": None, "hub_config": None, "split": None}

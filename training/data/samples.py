@@ -343,25 +343,32 @@ def hold_out(samples: Samples, ratio: float, seed: int) -> tuple[Samples, Sample
     return next(parts), next(parts)
 
 
-def mix(flag: str, specs: list[DatasetSpec], parts: list[Samples], seed: int) -> Samples:
-    """All of every data set; or, with weights, as many of each as makes up its weight, all of the scarcest one."""
+def mix(flag: str, specs: list[DatasetSpec], parts: list[Samples], seed: int, repeats: bool) -> Samples:
+    """All of every data set; or, with weights, as many of each as makes up its weight: all of the scarcest one, or, if
+    the others are repeated, all of the one that is the last to be used up."""
     import datasets
 
     if specs[0].weight is not None:
-        scale = min(len(part) / (spec.weight or 1) for spec, part in zip(specs, parts, strict=True))
-        counts = [max(round(scale * (spec.weight or 1)), 1) for spec in specs]
-        parts = [
-            _take(part, min(n, len(part)), seed + i) for i, (part, n) in enumerate(zip(parts, counts, strict=True))
-        ]
+        numbers = numbers_used([len(part) for part in parts], [spec.weight or 1 for spec in specs], repeats)
+        parts = [_take(part, n, seed + i) for i, (part, n) in enumerate(zip(parts, numbers, strict=True))]
     origins = [origin for part in parts for origin in part.origins]
     mixed = type(parts[0])(datasets.concatenate_datasets([part.dataset for part in parts]), origins)
     mixed.sources = torch.arange(len(parts)).repeat_interleave(torch.tensor([len(part) for part in parts]))
     return mixed
 
 
+def numbers_used(lengths: Sequence[int], weights: Sequence[float], repeats: bool) -> list[int]:
+    """How many samples a mixture takes of data sets of so many."""
+    scales = [length / weight for length, weight in zip(lengths, weights, strict=True)]
+    wanted = [max(round((max if repeats else min)(scales) * weight), 1) for weight in weights]
+    return wanted if repeats else list(map(min, wanted, lengths))
+
+
 def _take(part: Samples, number: int, seed: int) -> Samples:
+    """So many of the samples, each as often as another, or once more."""
     (origin,) = part.origins
-    chosen = sorted(_shuffled(len(part), seed)[:number])
+    times, more = divmod(number, len(part))
+    chosen = sorted([*range(len(part))] * times + _shuffled(len(part), seed)[:more])
     return part.select(chosen, [Origin(**{**vars(origin), "used": number})])
 
 

@@ -219,6 +219,7 @@ def _samples_of(tokenizer: Any, options: DataOptions, entries: Sequence[_Entry])
             _weighed(text, entry.said["weight"]),
             is_empty=not entry.bad and _says_nothing(entry.is_plain, entry.said, options),
             is_unexplained=isinstance(each, Rendered) and each.is_unexplained,
+            drops_reasoning=isinstance(each, Rendered) and each.drops_reasoning,
         )
         try:
             if options.images is not None:
@@ -285,6 +286,7 @@ def _line(part: Tokenized, ends: set[int], sees_images: bool) -> dict[str, Any]:
         "loses_call": part.loses_call,
         "is_empty": part.is_empty,
         "is_unexplained": part.is_unexplained,
+        "drops_reasoning": part.drops_reasoning,
         "bad": part.bad,
     }
     if sees_images:

@@ -31,8 +31,8 @@ class Tokenized:
     tokens: without `before` ones in front of them, of a text of `length` tokens. is_trained: of each. ends: tokens that
     end answers. weights: of each; none where all are 1. calls: of answers that are trained on, in tokens of the text.
     images: that are in it, in tokens of the text. image_records: what the cache has of all the text's images.
-    is_empty: whether an answer that is trained on says nothing. is_unexplained: see `Written`. bad: why the record
-    cannot be used; empty: it can.
+    is_empty: whether an answer that is trained on says nothing. is_unexplained, drops_reasoning: see `Rendered`. bad:
+    why the record cannot be used; empty: it can.
 
     Of a part: is_first, is_last: of the text's. is_dropped: whether the text is left out. lost: tokens of the text that
     are in no part. loses_call: see `Truncated`.
@@ -49,6 +49,7 @@ class Tokenized:
     image_records: Sequence[str] = ()
     is_empty: bool = False
     is_unexplained: bool = False
+    drops_reasoning: bool = False
     bad: str = ""
     is_first: bool = True
     is_last: bool = True

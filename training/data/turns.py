@@ -21,6 +21,9 @@ _MARK = "\ue001{}\ue001"
 # as templates mark a thought, where there is none
 _NOTHING_MARKED = re.compile(r"([<\[])([^<>\[\]/]+)([>\]])\s*\1/\2\3$")
 _OTHER_THOUGHT = "\ue000other thought\ue000"
+_THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
+# what a template that leaves it out cannot be used for
+_NEEDED = ("content", "call")
 # templates' names for a message's reasoning
 _REASONING = ("reasoning_content", "thinking")
 
@@ -43,6 +46,7 @@ class Written:
         text: as the template writes it, without a generation prompt.
         messages: as the template gets them: reasoning under each of its names, and the arguments of tool calls as text
             if it takes no objects.
+        lost_reasoning: numbers of messages whose reasoning the template leaves out, once `check_complete` has looked.
         is_unexplained: whether `own_span` met text before an answer that the template writes before no thought, and
             that no record wrote: it cannot tell whether the model is to write it.
 
@@ -57,6 +61,7 @@ class Written:
         _check_variables(tokenizer, self._arguments)
         self._known_words: dict[tuple[int, bool], _TurnWords] = {}
         self.is_unexplained = False
+        self.lost_reasoning: frozenset[int] = frozenset()
         self.messages, self.text = self._written(
             [with_reasoning(message, message.get(_REASONING[0])) for message in conversation.messages]
         )
@@ -86,12 +91,14 @@ class Written:
         return taken
 
     def check_complete(self) -> None:
-        """Refuse a template that leaves out words, a tool call or the tools; of reasoning see `leaves_out_reasoning`.
+        """Refuse a template that leaves out words, a tool call or the tools; of reasoning see `lost_reasoning`.
 
         Raises:
             ValueError: it does so, of whichever message.
         """
-        for index in sorted(self._left_out(self.messages, self.text)):
+        lacking = self._lacking(self.messages, self.text)
+        self.lost_reasoning = frozenset(index for index, what in lacking if what == "reasoning")
+        for index in sorted({index for index, what in lacking if what in _NEEDED}):
             message = self.messages[index]
             if message["role"] != "assistant":
                 another = "" if message["role"] in ("system", "user", "tool") else ", or another role"
@@ -104,6 +111,13 @@ class Written:
                 raise ValueError(
                     f"the chat template leaves out {what} of message {index + 1}; use another --chat-template"
                 )
+        nameless = min((index for index, what in lacking if what == "name"), default=None)
+        if nameless is not None:
+            raise ValueError(
+                f"the chat template leaves out the name of a function that message {nameless + 1} calls; if it writes "
+                "the id of the call in its place, give an id with the name, such as functions.NAME:0; else use another "
+                "--chat-template"
+            )
         if self._tools and self._write(self.messages, tools=None) == self.text:
             raise ValueError(
                 "the chat template leaves out the tools of this conversation; use another --chat-template, or leave "
@@ -125,23 +139,29 @@ class Written:
         Args:
             text: as it writes these messages.
         """
-        marked, marks = [], []
+        return {index for index, what in self._lacking(messages, text) if what in _NEEDED}
+
+    def _lacking(self, messages: list[dict[str, Any]], text: str) -> set[tuple[int, str]]:
+        """What the template does not write, each with the number of its message: "content", "call", the "name" of a
+        function, "reasoning".
+
+        Args:
+            text: as it writes these messages.
+        """
+        marked, marks = [], list[tuple[int, str, str]]()
         for index, message in enumerate(messages):
-            if message["content"].strip():
-                marks.append((index, _MARK.format(index)))
-                message = {**message, "content": marks[-1][1]}
-            of_calls = [_MARK.format(f"{index}.{number}") for number in range(len(message.get("tool_calls") or []))]
-            marks += [(index, mark) for mark in of_calls]
-            marked.append(_with_arguments(message, partial(_next_others, iter(of_calls))))
+            message, own = _marked(message, str(index))
+            marks += [(index, what, mark) for what, mark in own]
+            marked.append(message)
         try:
             text = self.write(marked)
         except Exception:  # it refuses other words: are its own there?
             said = [
                 message["content"].split(IMAGE) if self._has_images else [message["content"]] for message in messages
             ]
-            return {i for i, parts in enumerate(said) if any(part.strip() not in text for part in parts)}
+            return {(i, "content") for i, parts in enumerate(said) if any(part.strip() not in text for part in parts)}
         # JSON may have the marks escaped
-        return {index for index, mark in marks if mark not in text and json.dumps(mark)[1:-1] not in text}
+        return {(index, what) for index, what, mark in marks if mark not in text and json.dumps(mark)[1:-1] not in text}
 
     def span(self, index: int) -> tuple[int, int]:
         """(begin, end) of the message; of an assistant's, what the model itself is to write, with the special token
@@ -232,7 +252,7 @@ class Written:
         if begin_of_words >= span[1]:
             return [span]
         end_of_words = len(self.text) - _common_length(self.text[::-1], changed[::-1])
-        begin_of_text, _ = self._text(index)
+        begin_of_text, _ = self.text_span(index)
         is_behind = begin_of_text >= end_of_words
         # up to where the text is the same without results, and with other words in the place of what follows them
         call = {**self.messages[index], "content": _OTHER_WORDS} if is_behind else self.messages[index]
@@ -260,7 +280,7 @@ class Written:
                 and bool(reasoning.strip())
                 and self._with_other_reasoning(index) == self.text
             )
-        thought = re.match(r"\s*<think>(.*?)</think>", message["content"], re.DOTALL)  # data may have it in the answer
+        thought = _THOUGHT.match(message["content"])  # data may have it in the answer
         if thought is None or not thought[1].strip():
             return False
         content = message["content"][: thought.start(1)] + _OTHER_WORDS + message["content"][thought.end(1) :]
@@ -338,10 +358,10 @@ class Written:
             (i for i in range(index + 1, len(self.messages)) if self.messages[i]["role"] == "user"), len(self.messages)
         )
         begin = _common_length(self.text, self._with(index, other, following))
-        end = max(self._end_of_call(index, end_of_arguments), self._text(index)[1])
+        end = max(self._end_of_call(index, end_of_arguments), self.text_span(index)[1])
         return _TurnWords(min(begin, end_of_arguments), end, True)
 
-    def _text(self, index: int) -> tuple[int, int]:
+    def text_span(self, index: int) -> tuple[int, int]:
         """(begin, end) of a message's content alone, beside which there may be calls; (0, 0) where it is blank."""
         message = self.messages[index]
         if not message["content"].strip():
@@ -458,6 +478,36 @@ class Written:
     @cached_property
     def _special_token(self) -> re.Pattern[str]:
         return re.compile("|".join(map(re.escape, self._special_tokens)) or "(?!)")
+
+
+def _marked(message: dict[str, Any], number: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """A message with marks in place of what it says, and what each stands for."""
+    marks: list[tuple[str, str]] = []
+
+    def mark(what: str, more: str = "") -> str:
+        marks.append((what, _MARK.format(f"{number}{more}")))
+        return marks[-1][1]
+
+    thought = _THOUGHT.match(message["content"])
+    if isinstance(reasoning := message.get(_REASONING[0]), str) and reasoning.strip():
+        message = with_reasoning(message, mark("reasoning", ".r"))
+    elif thought is not None and thought[1].strip():
+        inside = f"<think>\n{mark('reasoning', '.r')}\n</think>\n\n{mark('content')}"
+        return {**message, "content": inside}, marks
+    if message["content"].strip():
+        message = {**message, "content": mark("content")}
+    calls = message.get("tool_calls") or []
+    if not calls:
+        return message, marks
+    message = _with_arguments(message, partial(_next_others, (mark("call", f".{at}") for at in range(len(calls)))))
+    named = [
+        # an id that has the name may stand for it
+        call
+        if call["function"]["name"] in str(call.get("id"))
+        else {**call, "function": {**call["function"], "name": mark("name", f".{at}n")}}
+        for at, call in enumerate(message["tool_calls"])
+    ]
+    return {**message, "tool_calls": named}, marks
 
 
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:

@@ -95,7 +95,13 @@ def _read(config: TrainConfig, source: ModelSource, check: Check, date: str, tel
         tokenizer.chat_template = images.processor.chat_template
     own_template = tokenizer.chat_template
     template = "none" if config.prompt_template else set_chat_template(tokenizer, config.chat_template)
-    date = date if not config.prompt_template and reads_clock(tokenizer) else ""
+    given = [("--dataset", config.dataset), ("--eval-dataset", config.eval_dataset)]
+    has_own = any(spec.chat_template for flag, entries in given if entries for spec in parse_datasets(flag, entries))
+    if has_own and config.prompt_template:
+        raise ExpertMeshError(
+            "--prompt-template: takes no chat template, but a data set has one; leave one of them out"
+        )
+    date = date if not config.prompt_template and (has_own or reads_clock(tokenizer)) else ""
     if not config.dataset:
         saved = tokenizer if config.has_own_tokenizer else None
         return Inputs(tokenizer, saved, template, None, None, template_date=date)
@@ -169,7 +175,8 @@ def _read_samples(
     if stream is not None:
         samples = stream.first.rows.samples
     else:
-        samples = load_samples("--dataset", config.dataset, tokenizer, options, config.seed, checks)
+        repeats = config.stopping_strategy == "all_exhausted"
+        samples = load_samples("--dataset", config.dataset, tokenizer, options, config.seed, checks, repeats)
     if config.eval_ratio > 0:
         return *hold_out(samples, config.eval_ratio, config.seed), stream
     if config.eval_dataset:
@@ -196,14 +203,21 @@ def _stream(config: TrainConfig, tokenizer: Any, options: DataOptions) -> Stream
     check_fast("--dataset", tokenizer)
     files: list[RowSource] = []
     for spec in parse_datasets("--dataset", config.dataset):
-        files += open_files("--dataset", spec.name, options.hub_config, options.split, options.sample_by)
+        if spec.chat_template or spec.system:
+            raise ExpertMeshError(
+                f"--streaming: {spec.name} has a chat template or a system message of its own, but one stream is made "
+                "of all data sets; leave them out"
+            )
+        split = spec.split or options.split
+        files += open_files("--dataset", spec.name, options.hub_config, split, options.sample_by)
     size, seed = config.shuffle_buffer, config.seed
     return Stream("--dataset", files, tokenizer, options, config.packing, size, seed)
 
 
 def _without_effect(config: TrainConfig, training: Samples, date: str) -> str:
     """What was said of data that are of another kind, in words; empty: nothing."""
-    names = [Path(spec.name) for spec in parse_datasets("--dataset", config.dataset)]
+    specs = parse_datasets("--dataset", config.dataset)
+    names = [Path(spec.name) for spec in specs]
     told = []
     if all(origin.format == "text" for origin in training.origins):
         plain = "has no effect on plain text, where every token is trained"
@@ -213,6 +227,8 @@ def _without_effect(config: TrainConfig, training: Samples, date: str) -> str:
             told.append(f"--prompt-template {plain}")
     elif config.train_on not in ("assistant", "all") and all(origin.is_plain for origin in training.origins):
         told.append(f"--train-on {config.train_on} has no effect without a chat template: each answer is trained on")
+    if config.stopping_strategy != "first_exhausted" and specs[0].weight is None:
+        told.append(f"--stopping-strategy {config.stopping_strategy} has no effect without weights of data sets")
     if config.split_turns and all(origin.rows == origin.split for origin in training.origins):
         told.append("--split-turns has no effect: no record has several answers that are trained on")
     is_longer = any(origin.lost or origin.split not in (0, origin.rows) for origin in training.origins)
