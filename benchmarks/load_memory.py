@@ -8,11 +8,8 @@ group are up. The bound held against it: 1.3 x the rank's shard + 200 MB. Exits 
 """
 
 import argparse
-import ctypes
 import json
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,18 +20,17 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from benchmarks.arms import MB, as_rank, begin_peak, gathered, on_ranks, print_rows, resident, write_json
 from expertmesh.checkpoints.files.file_layout import INDEX_NAME
 from expertmesh.checkpoints.hf.export import export_model
 from expertmesh.checkpoints.hf.source import open_source
 from expertmesh.checkpoints.load import shard_and_load
-from expertmesh.moe.util.atomic_write import whole
 from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.sharding.mesh import build_mesh
-from expertmesh.sharding.runtime.process import end_process_group, start_process_group
+from expertmesh.sharding.runtime.process import start_process_group
 from expertmesh.sharding.state import local_tensor
 from expertmesh.sharding.topology import Topology
 
-MB = 10**6
 _BLOCK = 128
 
 
@@ -46,21 +42,19 @@ def main() -> int:
     parser.add_argument("--gigabytes", type=float, default=1.0, help="least size of the checkpoint, 10^9 bytes")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "fp8"], default="float32")
     parser.add_argument("--json", type=Path, default=None, help="also write the figures here")
-    parser.add_argument("--worker", type=Path, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=2, default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker is not None:
-        return measure(arguments.worker, arguments.ep_size)
+        return measure(Path(arguments.worker[0]), arguments.ep_size)
     with tempfile.TemporaryDirectory() as directory:
         size = make_checkpoint(Path(directory) / "model", arguments.gigabytes, arguments.dtype)
         print(
             f"checkpoint: {size / 1e9:.2f} GB {arguments.dtype}, parameters in float32; "
             f"{arguments.ranks} ranks, ep {arguments.ep_size}; one run"
         )
-        figures = start_ranks(Path(directory), arguments.ranks, arguments.ep_size)
+        figures = on_ranks("benchmarks.load_memory", sys.argv[1:], arguments.ranks, Path(directory))
     print_table(figures)
-    if arguments.json is not None:
-        with whole(arguments.json) as partial:
-            partial.write_text(json.dumps(figures, indent=2))
+    write_json(arguments.json, figures)
     return 0 if all(f["within_bound"] for f in figures) else 1
 
 
@@ -115,23 +109,15 @@ def _index(path: Path) -> None:
     (path / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def start_ranks(directory: Path, ranks: int, ep_size: int) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["-m", "benchmarks.load_memory", "--worker", str(directory), "--ep-size", str(ep_size)]
-    subprocess.run(command, check=True, timeout=540, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    return [json.loads((directory / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
-
-
 def measure(directory: Path, ep_size: int) -> int:
-    """On each rank: load, export, and write down what the kernel saw."""
+    """On each rank: load, export, and leave what the kernel saw of every rank."""
     ranks = start_process_group(use_cpu=True, timeout_seconds=300)
     topology = Topology(ranks.world_size, ep_size)
     mesh = build_mesh("cpu", topology)
     source = open_source(directory / "model")
     model: Any = source.build()
     dist.barrier()
-    restart_peak()
-    start = resident("VmRSS")
+    start = begin_peak(ranks.device)
 
     begin = time.perf_counter()
     checkpoint = shard_and_load(model, source, mesh, ranks.device)
@@ -155,36 +141,24 @@ def measure(directory: Path, ep_size: int) -> int:
         "load_seconds": load_seconds,
         "export_seconds": export_seconds,
     }
-    (directory / f"rank-{ranks.rank}.json").write_text(json.dumps(figures))
+    of_all = gathered(figures)
     if ranks.rank == 0:
         shutil.rmtree(directory / "export")
-    end_process_group()
-    return 0
-
-
-def resident(field: str) -> int:
-    """Bytes of a memory field in /proc/self/status."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {field}; this benchmark needs Linux")
-
-
-def restart_peak() -> None:
-    """Have VmHWM, the most that this process ever held, start again from what it holds now."""
-    # free memory that the C library keeps would hide what is taken from it
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
+    return as_rank(directory, of_all)
 
 
 def print_table(figures: list[dict[str, Any]]) -> None:
-    print("rank   at start      shard  load peak  export peak      bound   load s  export s   (MB; peaks above start)")
-    for f in figures:
-        print(
-            f"{f['rank']:4d} {f['start_mb']:10.0f} {f['shard_mb']:10.0f} {f['load_peak_mb']:10.0f} "
-            f"{f['export_peak_mb']:12.0f} {f['bound_mb']:10.0f} {f['load_seconds']:8.1f} {f['export_seconds']:9.1f}"
-            f"{'' if f['within_bound'] else '   OVER THE BOUND'}"
-        )
+    """In MB; peaks are above the start."""
+    names = {"start_mb": "at start", "shard_mb": "shard", "load_peak_mb": "load peak", "export_peak_mb": "export peak"}
+    names |= {"bound_mb": "bound", "load_seconds": "load s", "export_seconds": "export s"}
+    print_rows(
+        [
+            {"rank": f["rank"]}
+            | {said: f"{f[name]:,.{int('seconds' in name)}f}" for name, said in names.items()}
+            | {" ": "" if f["within_bound"] else "OVER THE BOUND"}
+            for f in figures
+        ]
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The benchmark of conversion runs, and each rank reads of the shards what its own rows weigh."""
+"""The benchmark of conversion runs."""
 
 import json
 from pathlib import Path
@@ -16,9 +16,7 @@ def test_each_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: py
     assert "1 rounds, variants interleaved, medians" in capfd.readouterr().out
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["warm"]["cp -r"]["ratio_to_cp"] == 1
-    assert all(figures["warm"][variant]["gb_per_second"] > 0 for variant in ("convert", "export"))
-    (read,) = figures["startup"]
-    assert 1 <= read["read"] / read["needed"] < 1.01
+    assert 0.9 < figures["warm"]["export"]["written"] / figures["warm"]["cp -r"]["written"] < 1.1
 
 
 @pytest.mark.release
@@ -29,7 +27,7 @@ def test_what_each_tensor_costs(
     flags = ["--tensors", "--layers", "2", "--experts", "8", "--wider", "2", "--rounds", "1"]
     assert conversion.main([*flags, "--directory", str(tmp_path), "--json", str(tmp_path / "figures.json")]) == 0
     assert "2 layers of 8 experts, width 128" in capfd.readouterr().out
-    figures = json.loads((tmp_path / "figures.json").read_text())
+    figures = json.loads((tmp_path / "figures.json").read_text())["warm"]
     assert figures.keys() == {"cp -r", "export", "merge", "convert", "start"}
     assert all(found["cpu"] > 0 for found in figures.values())
     assert 0.9 < figures["merge"]["written"] / figures["export"]["written"] < 1.1
