@@ -29,27 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from benchmarks.arms import (
-    MB,
-    Arm,
-    Figures,
-    Made,
-    Rounds,
-    add_step_flags,
-    batch_of,
-    begin_peak,
-    command,
-    gathered,
-    load_ours,
-    machine,
-    most_held,
-    peak_of,
-    print_rows,
-    random_mixtral,
-    random_sequences,
-    ratio,
-    steps_of,
-)
+from benchmarks import arms
+from benchmarks.arms import MB, Arm, Figures, Made, Rounds, ratio
 from benchmarks.traffic import CountTraffic
 from expertmesh.checkpoints.hf.source import open_source
 from expertmesh.moe.util.terminal import ends_with_reader
@@ -71,14 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seq-length", type=int, default=512)
     parser.add_argument("--rank", type=int, default=16, help="of the adapters")
     parser.add_argument("--steps", type=int, default=3, help="that count, after one that does not")
-    add_step_flags(parser, rounds=3, width=512, experts=1792, layers=4, vocabulary=8192)
+    arms.add_step_flags(parser, rounds=3, width=512, experts=1792, layers=4, vocabulary=8192)
     arguments = parser.parse_args(argv)
-    return command(
+    return arms.command(
         "benchmarks.adapters",
         arguments,
         argv,
         [arm_of(name, arguments) for name in arguments.variants],
-        lambda path: random_mixtral(
+        lambda path: arms.random_mixtral(
             arguments, num_key_value_heads=2, num_local_experts=arguments.experts
         ).save_pretrained(path),
         partial(measure, arguments),
@@ -93,7 +74,7 @@ def arm_of(name: str, arguments: argparse.Namespace) -> Arm:
     if name != "full":
         kind = name.partition("-")[2] or "auto"
         settings |= dict(adapter="lora", lora_rank=arguments.rank, lora_alpha=ALPHA, base_dtype=kind)
-    return Arm(name, arguments.ranks, settings, load_ours)
+    return Arm(name, arguments.ranks, settings, arms.load_ours)
 
 
 def make_peft(model: Path, ep_size: int, rank: int) -> Made:
@@ -128,22 +109,22 @@ def make_peft(model: Path, ep_size: int, rank: int) -> Made:
 
 def measure(arguments: argparse.Namespace, arm: Arm, path: Path) -> Figures:
     """On each rank of a variant."""
-    if arm.make is load_ours:
+    if arm.make is arms.load_ours:
         settle_malloc()  # as train_ep.py does
     ranks = start_process_group(use_cpu=True, timeout_seconds=300)
-    batches = [batch_of(*random_sequences(1, arguments.seq_length, arguments.vocabulary, seed=ranks.rank))]
+    batches = [arms.batch_of(*arms.random_sequences(1, arguments.seq_length, arguments.vocabulary, seed=ranks.rank))]
     # what is imported for a model is no part of it
     open_source(path).build()
-    start = begin_peak(ranks.device)
+    start = arms.begin_peak(ranks.device)
     made = arm.made(path)
     kept, traffic = _Kept(made.model), CountTraffic()
-    figures = steps_of(lambda: made.step(batches), arguments.steps, ranks.device, first_within=both(traffic, kept))
-    resident = most_held(ranks.device) - start
-    tensors = peak_of(made, lambda: made.step(batches))
+    figures = arms.steps_of(lambda: made.step(batches), arguments.steps, ranks.device, first_within=both(traffic, kept))
+    resident = arms.most_held(ranks.device) - start
+    tensors = arms.peak_of(made, lambda: made.step(batches))
     logits = 4 * arguments.seq_length * arguments.vocabulary
     figures.more = {
-        "resident": max(gathered(resident)),
-        "tensors": max(gathered(tensors)),
+        "resident": max(arms.gathered(resident)),
+        "tensors": max(arms.gathered(tensors)),
         "weights": _bytes(made.model, trained=False),
         "trained": 4 * _bytes(made.model, trained=True),
         # our head keeps no logits, which are there all the same for a moment, unless another keeps them
@@ -188,7 +169,7 @@ def _bytes(model: Any, trained: bool) -> int:
 def report(arguments: argparse.Namespace, rounds: Rounds) -> None:
     """Medians over rounds."""
     print(
-        f"{machine()}; {arguments.ranks} ranks, ep {arguments.ep_size}; fp32; {arguments.layers} layers, hidden "
+        f"{arms.machine()}; {arguments.ranks} ranks, ep {arguments.ep_size}; fp32; {arguments.layers} layers, hidden "
         f"{arguments.hidden_size}, expert width {arguments.intermediate_size}, {arguments.experts} experts, top-2; "
         f"rank {arguments.rank}; {arguments.seq_length} tokens per rank; {arguments.rounds} rounds of "
         f"{arguments.steps} steps, median"
@@ -211,7 +192,7 @@ def report(arguments: argparse.Namespace, rounds: Rounds) -> None:
                 **{f"x {other}": f"{ratio(mine, rates[other]):.2f}" for other in ("full", "peft") if other in rates},
             }
         )
-    print_rows(rows)
+    arms.print_rows(rows)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,10 @@
-"""Converting a checkpoint against copying it: `python -m benchmarks.conversion --gigabytes 4`.
+"""What each tensor costs in a merge, an export and a conversion: `python -m benchmarks.conversion`.
 
-Makes a random Mixtral checkpoint of at least that size; then, in interleaved rounds, copies it with `cp -r`, converts
-it to EP shards, and exports these again. Prints medians of what each takes, and of the ratio to `cp -r` of the same
-round; "start" is what the commands spend before the first byte. Warm: every file is in the page cache. Cold: the cache
-is dropped before each command (needs root; else left out).
-
-With --tensors instead, what each tensor costs: a model with the names and numbers of Qwen3-30B-A3B's tensors (18,432
-matrices of experts), each a thousandth as large, with a training checkpoint and an adapter of it (36,864 tensors).
-Merges, exports and converts these, interleaved with `cp -r` of the training checkpoint. --wider 4 has each matrix 16
-times as large: what bytes cost, beside what tensors do.
+A model with the names and numbers of Qwen3-30B-A3B's tensors (18,432 matrices of experts), each a thousandth as large,
+with a training checkpoint and an adapter of it (36,864 tensors). Merges, exports and converts these, interleaved with
+`cp -r` of the training checkpoint. --wider 4 has each matrix 16 times as large: what bytes cost, beside what tensors
+do. Prints medians of what each takes, and of the ratio to `cp -r` of the same round; "start" is what the commands spend
+before the first byte. Every file is in the page cache.
 """
 
 import argparse
@@ -26,7 +22,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.arms import MB, print_rows, ratio, take_turns, write_json
-from benchmarks.load_memory import make_checkpoint
 from expertmesh.moe.util.terminal import ends_with_reader
 
 SETTLE_SECONDS = 5
@@ -36,72 +31,50 @@ COPY, START = "cp -r", "start"
 @ends_with_reader
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, default=4.0, help="least size of the checkpoint, 10^9 bytes")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    parser.add_argument("--ep-size", type=int, default=4)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--caches", nargs="+", choices=["warm", "cold"], default=["warm", "cold"])
     parser.add_argument("--directory", type=Path, default=None, help="on the disk to be measured")
     parser.add_argument("--json", type=Path, default=None, help="also write the figures here")
-    parser.add_argument("--tensors", action="store_true", help="measure what each of very many small tensors costs")
-    parser.add_argument("--layers", type=int, default=48, help="with --tensors: of the model")
-    parser.add_argument("--experts", type=int, default=128, help="with --tensors: of each layer")
-    parser.add_argument("--wider", type=int, default=1, help="with --tensors: times as wide, in both directions")
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--experts", type=int, default=128, help="of each layer")
+    parser.add_argument("--wider", type=int, default=1, help="times as wide, in both directions")
     arguments = parser.parse_args(argv)
-    figures = {}
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
         directory = Path(name)
         # in a process of its own: a child's peak memory, as the kernel counts it, begins with its parent's
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            if arguments.tensors:
-                what = pool.apply(make_many, (directory, arguments.layers, arguments.experts, arguments.wider))
-            else:
-                size = pool.apply(make_checkpoint, (directory / "model", arguments.gigabytes, arguments.dtype))
-                what = f"checkpoint of {size / 1e9:.2f} GB {arguments.dtype}, ep {arguments.ep_size}"
-        commands = commands_of(directory, arguments)
+            what = pool.apply(make_many, (directory, arguments.layers, arguments.experts, arguments.wider))
         print(
-            f"{what}, {arguments.workers} workers, {os.cpu_count()} cores; {arguments.rounds} rounds, variants "
+            f"{what}; {arguments.workers} workers, {os.cpu_count()} cores; {arguments.rounds} rounds, variants "
             "interleaved, medians"
         )
-        for cache in ["warm"] if arguments.tensors else arguments.caches:
-            if cache == "cold" and os.geteuid() != 0:
-                print("cold: left out, dropping the page cache needs root")
-                continue
-            figures[cache] = measure(commands, cache, arguments.rounds)
-            print_table(cache, figures[cache])
+        figures = measure(commands_of(directory, arguments.workers), arguments.rounds)
+    print_table(figures)
     write_json(arguments.json, figures)
     return 0
 
 
 class Command(NamedTuple):
-    """words: of a command that writes into `out`; None: nothing. keeps: whether a later one reads that."""
+    """words: of a command that writes into `out`; None: nothing."""
 
     words: list[str]
     out: Path | None
-    keeps: bool = False
 
 
-def commands_of(directory: Path, arguments: argparse.Namespace) -> dict[str, Command]:
+def commands_of(directory: Path, workers: int) -> dict[str, Command]:
     """What is compared, in this order."""
-    model, out, shards = directory / "model", directory / "out", directory / "shards"
-    python, workers = [sys.executable, "-m", "checkpoints"], ["--workers", str(arguments.workers)]
-    ranks = "8" if arguments.tensors else str(arguments.ep_size)
-    convert = [*python, "convert", str(model), str(shards), "--ep-size", ranks, *workers]
-    if not arguments.tensors:
-        return {
-            COPY: Command(["cp", "-r", str(model), str(out)], out),
-            "convert": Command(convert, shards, keeps=True),
-            "export": Command([*python, "export", str(shards), str(out), *workers], out),
-            START: Command([*python, "inspect", str(model)], None),
-        }
+    model, out = directory / "model", directory / "out"
     saved, adapter = directory / "run" / "step-00000000", directory / "adapter"
+
+    def ours(*words: object) -> list[str]:
+        return [sys.executable, "-m", "checkpoints", *map(str, words)]
+
     return {
         COPY: Command(["cp", "-r", str(saved), str(out)], out),
-        "export": Command([*python, "export", str(saved), str(out), *workers], out),
-        "merge": Command([*python, "merge", str(model), str(adapter), str(out), *workers], out),
-        "convert": Command(convert, shards),
-        START: Command([*python, "inspect", str(model)], None),
+        "export": Command(ours("export", saved, out, "--workers", workers), out),
+        "merge": Command(ours("merge", model, adapter, out, "--workers", workers), out),
+        "convert": Command(ours("convert", model, out, "--ep-size", 8, "--workers", workers), out),
+        START: Command(ours("inspect", model), None),
     }
 
 
@@ -116,11 +89,11 @@ class Took(NamedTuple):
     written: int
 
 
-def measure(commands: Mapping[str, Command], cache: str, rounds: int) -> dict[str, dict[str, Any]]:
+def measure(commands: Mapping[str, Command], rounds: int) -> dict[str, dict[str, Any]]:
     """Medians over the rounds."""
 
     def turn(command: Command) -> Callable[[int], Took]:
-        return lambda number: timed(command, cache)
+        return lambda number: timed(command)
 
     took = take_turns({name: turn(command) for name, command in commands.items()}, rounds).found
     return {
@@ -133,15 +106,11 @@ def measure(commands: Mapping[str, Command], cache: str, rounds: int) -> dict[st
     }
 
 
-def timed(command: Command, cache: str) -> Took:
-    if command.out is not None:
-        shutil.rmtree(command.out, ignore_errors=True)
+def timed(command: Command) -> Took:
     # What earlier commands wrote must not be written back, or throttled, on this one's time. And a virtual machine
     # gives freed memory back to its host within seconds, and pays to get it again: let every variant pay alike.
     os.sync()
     time.sleep(SETTLE_SECONDS)
-    if cache == "cold":
-        Path("/proc/sys/vm/drop_caches").write_text("3")
     begin = time.perf_counter()
     process = subprocess.Popen(command.words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
@@ -151,8 +120,7 @@ def timed(command: Command, cache: str) -> Took:
     if os.waitstatus_to_exitcode(status) != 0:
         raise RuntimeError(f"{' '.join(command.words)} failed")
     written = 0 if command.out is None else size_of(command.out)
-    # only what the next variant reads may fill the memory that the page cache has
-    if command.out is not None and not command.keeps:
+    if command.out is not None:
         shutil.rmtree(command.out)
     return Took(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024 / MB, int(read), written)
 
@@ -161,13 +129,13 @@ def size_of(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
-def print_table(cache: str, figures: Mapping[str, dict[str, Any]]) -> None:
+def print_table(figures: Mapping[str, dict[str, Any]]) -> None:
     started = figures[START]["seconds"]
     rows = []
     for name, f in figures.items():
         rows.append(
             {
-                cache: name,
+                "": name,
                 "seconds": f"{f['seconds']:.2f}",
                 "CPU s": f"{f['cpu']:.2f}",
                 "x cp -r": f"{f['ratio_to_cp']:.2f}",

@@ -16,20 +16,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.arms import (
-    MB,
-    Arm,
-    Figures,
-    Rounds,
-    command,
-    held_now,
-    machine,
-    most_held,
-    on_ranks,
-    print_rows,
-    ratio,
-    timed,
-)
+from benchmarks import arms
+from benchmarks.arms import MB, Arm, Figures, Rounds, ratio
 from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.training.data.batch import IGNORED
 from expertmesh.training.loss.head import CHUNK_BYTES, LOSS_SUMS, Targets, chunks_of
@@ -49,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, default=None, help="also write the figures here")
     parser.add_argument("--worker", nargs=2, default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
-    return command(
+    return arms.command(
         "benchmarks.cross_entropy",
         arguments,
         argv,
@@ -58,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         partial(measure, arguments),
         partial(report, arguments),
         tolerance=1e-4,
-        start=partial(on_ranks, variables={"OMP_NUM_THREADS": str(torch.get_num_threads())}),
+        start=partial(arms.on_ranks, variables={"OMP_NUM_THREADS": str(torch.get_num_threads())}),
     )
 
 
@@ -84,23 +72,23 @@ def measure(arguments: argparse.Namespace, arm: Arm, path: Path) -> Figures:
         loss.backward()
         return float(loss)
 
-    start = held_now(device)
-    took = timed(run, device, arguments.repetitions)
+    start = arms.held_now(device)
+    took = arms.timed(run, device, arguments.repetitions)
     fastest = min(one.seconds for one in took)
-    return Figures([took[0].gave], [fastest], more={"peak": most_held(device) - start})
+    return Figures([took[0].gave], [fastest], more={"peak": arms.most_held(device) - start})
 
 
 def report(arguments: argparse.Namespace, rounds: Rounds) -> None:
     device = torch.cuda.get_device_name() if arguments.device == "cuda" else f"{torch.get_num_threads()} threads"
     print(
-        f"{machine()}; {arguments.tokens} tokens, {arguments.share:.0%} of them trained, width {arguments.width}, "
+        f"{arms.machine()}; {arguments.tokens} tokens, {arguments.share:.0%} of them trained, width {arguments.width}, "
         f"vocabulary {arguments.vocabulary}, {arguments.dtype}, {arguments.device} ({device}); {arguments.rounds} "
         f"rounds of fresh processes with {arguments.repetitions} repetitions each, medians"
     )
     print_chunks(arguments)
     seconds = {kind: [one.seconds[0] for one in figures] for kind, figures in rounds.items()}
     peaks = {kind: [one.more["peak"] / MB for one in figures] for kind, figures in rounds.items()}
-    print_rows(
+    arms.print_rows(
         [
             {
                 "": kind,

@@ -40,18 +40,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.arms import (
-    MB,
-    Took,
-    begin_peak,
-    in_a_line,
-    most_held,
-    print_rows,
-    ratio,
-    take_turns,
-    timed,
-    write_json,
-)
+from benchmarks import arms
+from benchmarks.arms import MB, Took, ratio
 from benchmarks.original_megablocks import original_dmoe
 from expertmesh.moe.experts.forward import Forward
 from expertmesh.moe.experts.layer import DMoE
@@ -224,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "wrong": differing,
         "results": [{**asdict(r), "median_ms": median_of(r.ms), "tflops": r.tflops} for r in results],
     }
-    write_json(arguments.json, figures)
+    arms.write_json(arguments.json, figures)
     return int(bool(differing))
 
 
@@ -359,7 +349,7 @@ def build_variants(
             copy_weights(ours, block)
             variants += [hf_variant(name, block) for name in HF_VARIANTS if name in names]
         except Exception as error:  # the others can still be measured
-            reasons += [f"{name}: {in_a_line(error)}" for name in HF_VARIANTS if name in names]
+            reasons += [f"{name}: {arms.in_a_line(error)}" for name in HF_VARIANTS if name in names]
     if ORIGINAL_VARIANT in names:
         try:
             variants.append(original_variant(model, ours))
@@ -462,16 +452,16 @@ def measure(
     def turn(result: Result, run: Callable[[], object]) -> Callable[[int], list[Took[object]]]:
         def take(number: int) -> list[Took[object]]:
             if number == -2:  # the first round takes the peak
-                start = begin_peak(weight.device)
+                start = arms.begin_peak(weight.device)
                 run()
-                result.peak_mb = (most_held(weight.device) - start) / MB
+                result.peak_mb = (arms.most_held(weight.device) - start) / MB
                 return []
-            return timed(run, weight.device, repetitions)
+            return arms.timed(run, weight.device, repetitions)
 
         return take
 
     turns = {name: turn(*each) for name, each in runs.items()}
-    taken = take_turns(turns, rounds, warm_up=2, may_fail=Exception)
+    taken = arms.take_turns(turns, rounds, warm_up=2, may_fail=Exception)
     for name, took in taken.found.items():
         runs[name][0].ms = [[1e3 * one.seconds for one in of_round] for of_round in took]
         runs[name][0].cpu_ms = [[1e3 * one.cpu for one in of_round] for of_round in took]
@@ -503,7 +493,7 @@ def check(variants: Sequence[Variant], inputs: Inputs) -> Checked:
                 if variant.name == REFERENCE:
                     raise
                 # memory that does not suffice, a kernel that does not compile: the other variants can still be measured
-                reasons.append(f"{variant.name}, {part}: {in_a_line(error)}")
+                reasons.append(f"{variant.name}, {part}: {arms.in_a_line(error)}")
                 continue
             found = (out, grad, *variant.as_ours(gradients))
             reference = reference or found
@@ -591,7 +581,7 @@ def print_table(setting: Setting, results: Sequence[Result]) -> None:
                 }
                 row |= {f"{passes}\n{title}": figure for title, figure in figures.items()}
         rows.append(row)
-    print_rows(rows, text=["variant"])
+    arms.print_rows(rows, text=["variant"])
 
 
 def print_auto(results: Sequence[Result], auto: str) -> None:

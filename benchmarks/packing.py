@@ -24,19 +24,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from benchmarks.arms import (
-    Arm,
-    Figures,
-    Rounds,
-    add_step_flags,
-    command,
-    gathered,
-    machine,
-    print_rows,
-    random_mixtral,
-    ratio,
-    steps_of,
-)
+from benchmarks import arms
+from benchmarks.arms import Arm, Figures, Rounds, ratio
 from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.training.data.batch import IGNORED, Batch, collate
 from expertmesh.training.data.chat import set_chat_template
@@ -59,11 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-seq-length", type=int, default=1024)
     parser.add_argument("--rows", type=int, default=4, help="sequences per rank and micro-batch")
     parser.add_argument("--steps", type=int, default=3, help="in each turn, after one that is not measured")
-    add_step_flags(parser, rounds=3, width=256, experts=896, layers=6, vocabulary=4096)
+    arms.add_step_flags(parser, rounds=3, width=256, experts=896, layers=6, vocabulary=4096)
     arguments = parser.parse_args(argv)
     on_gpu = torch.cuda.is_available()
     settings = dict(ep_size=arguments.ep_size, packing=True, bf16=on_gpu, use_cpu=not on_gpu)
-    return command(
+    return arms.command(
         "benchmarks.packing",
         arguments,
         argv,
@@ -81,7 +70,7 @@ def save_model(arguments: argparse.Namespace, path: Path) -> None:
         torch.manual_seed(0)
         model = MixtralForCausalLM(MixtralConfig.from_pretrained(arguments.model))
     else:
-        model = random_mixtral(arguments, max_position_embeddings=arguments.max_seq_length)
+        model = arms.random_mixtral(arguments, max_position_embeddings=arguments.max_seq_length)
     model.save_pretrained(path)
 
 
@@ -91,9 +80,9 @@ def measure(arguments: argparse.Namespace, arm: Arm, model: Path) -> Figures:
     samples = read_samples(arguments) if arguments.dataset else draw_samples(arguments)
     batches = [batch.to(made.engine.ranks.device) for batch in batches_of(arm.name, samples, arguments, made.engine)]
     in_turn = iter(batches)
-    figures = steps_of(lambda: made.step([next(in_turn)]), arguments.steps, made.engine.ranks.device)
+    figures = arms.steps_of(lambda: made.step([next(in_turn)]), arguments.steps, made.engine.ranks.device)
     counts = [(batch.num_tokens, batch.tokens_BS.numel()) for batch in batches[1:]]
-    tokens, positions = (sum(sum(of[which] for of in rank) for rank in gathered(counts)) for which in (0, 1))
+    tokens, positions = (sum(sum(of[which] for of in rank) for rank in arms.gathered(counts)) for which in (0, 1))
     length = float(samples.lengths.float().mean())
     figures.more = {"tokens": tokens, "positions": positions, "parameters": made.engine.counts.total, "length": length}
     return figures
@@ -158,7 +147,7 @@ def pad_to(batch: Batch, length: int) -> Batch:
 def report(arguments: argparse.Namespace, rounds: Rounds) -> None:
     of_all = next(iter(rounds.values()))[0].more
     print(
-        f"{machine()}; {arguments.ranks} ranks, ep {arguments.ep_size}, {of_all['parameters'] / 1e6:.1f} M parameters, "
+        f"{arms.machine()}; {arguments.ranks} ranks, ep {arguments.ep_size}, {of_all['parameters'] / 1e6:.1f} M parameters, "
         f"{arguments.rows} sequences of {arguments.max_seq_length} tokens at most, samples of {of_all['length']:.0f} "
         f"tokens on average; median of {arguments.rounds} rounds of {arguments.steps} steps, variants interleaved"
     )
@@ -177,7 +166,7 @@ def report(arguments: argparse.Namespace, rounds: Rounds) -> None:
                 "tokens/CPU-s": f"{statistics.median(counted['tokens'] / sum(f.cpu_seconds) for f in figures):,.0f}",
             }
         )
-    print_rows(rows)
+    arms.print_rows(rows)
 
 
 if __name__ == "__main__":

@@ -28,18 +28,8 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
-from benchmarks.arms import (
-    GIVEN_BACK,
-    MB,
-    as_rank,
-    gathered,
-    on_ranks,
-    print_rows,
-    random_sequences,
-    resident,
-    steps_of,
-    write_json,
-)
+from benchmarks import arms
+from benchmarks.arms import GIVEN_BACK, MB
 from benchmarks.published import published
 from benchmarks.rehearsed import print_rehearsed
 from benchmarks.traffic import CountTraffic
@@ -183,7 +173,7 @@ def balance_routing(model: Any) -> None:
 def full_batch(config: TrainConfig, vocabulary: int, seed: int, cp_group: CPGroup | None = None) -> Batch:
     """Random tokens that fill every sequence; all but the first of a sequence are learned. cp_group: whose ranks share
     them, each with its part."""
-    rows = random_sequences(config.per_device_train_batch_size, config.max_seq_length, vocabulary, seed)
+    rows = arms.random_sequences(config.per_device_train_batch_size, config.max_seq_length, vocabulary, seed)
     return collate([[Sample.of_prompt(row, 0)] for row in rows], cp_group)
 
 
@@ -226,7 +216,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.worker is not None:
         directory, number = arguments.worker
-        return as_rank(Path(directory), measure(cases()[int(number)], not arguments.untimed))
+        return arms.as_rank(Path(directory), measure(cases()[int(number)], not arguments.untimed))
     if unknown := set(arguments.parts) - set(PARTS):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     if "measured" in arguments.parts:
@@ -247,11 +237,11 @@ def print_measured(arguments: argparse.Namespace) -> None:
             figures.append(run(number, case, arguments.default_malloc))
             # minutes in all: what is known is told at once
             print(f"{case}: {error(figures[-1]):+.1%}", file=sys.stderr, flush=True)
-    print_rows([row(f) for f in figures], text=["peak at"])
+    arms.print_rows([row(f) for f in figures], text=["peak at"])
     within = sum(abs(error(f)) <= MOST_ERROR for f in figures)
     exact = sum(f["bytes_forecast"] == f["bytes_measured"] for f in figures)
     print(f"memory within {MOST_ERROR:.0%}: {within} of {len(figures)}; bytes exact: {exact} of {len(figures)}\n")
-    write_json(arguments.json, figures)
+    arms.write_json(arguments.json, figures)
 
 
 def row(f: dict[str, Any]) -> dict[str, str]:
@@ -285,7 +275,7 @@ def run(number: int, case: Case, default_malloc: bool = False, is_timed: bool = 
     with tempfile.TemporaryDirectory() as directory:
         flags = [] if is_timed else ["--untimed"]
         variables = None if default_malloc else GIVEN_BACK
-        figures = on_ranks(MODULE, flags, WORLD_SIZE, Path(directory), str(number), variables=variables)
+        figures = arms.on_ranks(MODULE, flags, WORLD_SIZE, Path(directory), str(number), variables=variables)
     worst: dict[str, Any] = max(figures, key=lambda f: f["memory_measured"])
     hardware = _hardware(worst["hardware"]) if is_timed else CPU
     account = forecast(case, hardware)
@@ -318,7 +308,7 @@ def measure(case: Case, is_timed: bool) -> list[dict[str, Any]]:
     ranks = start_process_group(use_cpu=True, timeout_seconds=300)
     warm_up(case, ranks.device)
     gc.collect()
-    before = resident("VmRSS")
+    before = arms.resident("VmRSS")
     config, model_config = case.config, case.model_config
     model, optimizer, mesh = build_run(config, model_config, WORLD_SIZE, ranks.device)
     batch = full_batch(config, model_config.vocab_size, ranks.rank // config.ranks_per_sequence, mesh.cp_group)
@@ -329,17 +319,17 @@ def measure(case: Case, is_timed: bool) -> list[dict[str, Any]]:
     step()
     with CountTraffic() as counted:
         step()
-    timed = steps_of(step, 3 if is_timed else 0, ranks.device, warm_up=0)
+    timed = arms.steps_of(step, 3 if is_timed else 0, ranks.device, warm_up=0)
     figures: dict[str, Any] = {
         "before": before,
-        "memory_measured": resident("VmHWM") - before,
+        "memory_measured": arms.resident("VmHWM") - before,
         "bytes_measured": {kind: round(counted.sent[kind]) for kind in KINDS if counted.sent[kind]},
     }
     if is_timed:
         speeds = check_groups(mesh, 4 * model_config.hidden_size, ranks.device, WORLD_SIZE)
         figures["seconds"] = statistics.median(timed.seconds)
         figures["hardware"] = asdict(measured_hardware(speeds, WORLD_SIZE, ranks.device))
-    return gathered(figures)
+    return arms.gathered(figures)
 
 
 def warm_up(case: Case, device: torch.device) -> None:
