@@ -378,7 +378,7 @@ def cuts_the_link(bench: Bench) -> Outcome:
         if not re.search(r"has made no progress|waiting for the checkpoint, lost rank \d+: no ", run.text):
             raise Unexpected(f"a rank does not tell where it hangs:\n{run.text[-6000:]}")
     return Outcome(
-        f"every rank reports where it hangs, --ddp-timeout {DDP_TIMEOUT}",
+        SAYS_WHERE,
         max(run.ended for run in runs) - cut,
         bench.go_on(out),
     )
@@ -406,58 +406,39 @@ def start_nodes(bench: Bench, network: Network, out: Path, *flags: str) -> list[
     return nodes
 
 
+SAYS_WHERE = f"every rank reports where it hangs, --ddp-timeout {DDP_TIMEOUT}"
 FAULTS = {
     "raise": Fault(
         "An error in the code of one rank",
-        InStep(
-            "raise",
-            "its error is shown first and alone",
-            (r"rank {rank} failed in step {step}", r"Root Cause[\s\S]*made up by benchmarks\.inject"),
-            is_alone=True,
-        ),
+        InStep("raise", "its error is shown first and alone",
+               (r"rank {rank} failed in step {step}", r"Root Cause[\s\S]*made up by benchmarks\.inject"),
+               is_alone=True),
         in_short=True,
     ),
     "die": Fault(
         "One rank is killed (SIGKILL), as when memory runs out",
-        InStep(
-            "die",
-            "the others say that they lost it, torchrun which one",
-            (LOST, r"Root Cause[\s\S]*rank      : {rank} [\s\S]*SIGKILL"),
-        ),
+        InStep("die", "the others say that they lost it, torchrun which one",
+               (LOST, r"Root Cause[\s\S]*rank      : {rank} [\s\S]*SIGKILL")),
     ),
     "die-again": Fault(
         "Ranks are killed at random moments, during saves included, under --max-restarts", dies_again_and_again
     ),
     "stand-still": Fault(
         "One rank hangs in a layer's forward",
-        InStep(
-            "stand-still",
-            f"every rank reports where it hangs, --ddp-timeout {DDP_TIMEOUT}",
-            stuck=r"rank {rank}: step {step}, .*forward of layer \d",
-            flags=HANGS,
-        ),
+        InStep("stand-still", SAYS_WHERE, stuck=r"rank {rank}: step {step}, .*forward of layer \d", flags=HANGS),
         in_short=True,
     ),
     "die-sending": Fault(
         "One rank is killed as it begins to send to another stage",
-        InStep(
-            "die-sending",
-            "the others say in which stage they lost it",
-            (LOST, r"^rank \d+ lost the connection .* step {step}, stage \d of \d, "),
-        ),
-        in_short=True,
-        of_pipelines=True,
+        InStep("die-sending", "the others say in which stage they lost it",
+               (LOST, r"^rank \d+ lost the connection .* step {step}, stage \d of \d, ")),
+        in_short=True, of_pipelines=True,
     ),
     "hang-receiving": Fault(
         "One rank hangs while it waits for what another stage sends",
-        InStep(
-            "hang-receiving",
-            f"every rank reports where it hangs, the stage included, --ddp-timeout {DDP_TIMEOUT}",
-            stuck=r"rank {rank}: step {step}, stage {stage} of {stages}, \w+ of micro-batch \d+, (wait|send)ing",
-            flags=HANGS,
-        ),
-        in_short=True,
-        of_pipelines=True,
+        InStep("hang-receiving", f"{SAYS_WHERE}, the stage included", flags=HANGS,
+               stuck=r"rank {rank}: step {step}, stage {stage} of {stages}, \w+ of micro-batch \d+, (wait|send)ing"),
+        in_short=True, of_pipelines=True,
     ),
     # torchrun takes another 30 s until it kills what does not react to being asked to end
     "freeze": Fault(
@@ -466,23 +447,14 @@ FAULTS = {
     ),
     "nan-stop": Fault(
         "A gradient becomes NaN, --on-nonfinite stop --detect-anomaly",
-        InStep(
-            "poison",
-            "all ranks stop before the optimizer step, the tensor is named",
-            ("first non-finite tensor", r"on rank {rank}"),
-            flags=("--detect-anomaly",),
-        ),
+        InStep("poison", "all ranks stop before the optimizer step, the tensor is named",
+               ("first non-finite tensor", r"on rank {rank}"), flags=("--detect-anomaly",)),
     ),
     "nan-skip": Fault("The same, --on-nonfinite skip", poisons_one_step),
     "bit-flip": Fault(
         "One bit of one weight flips on one rank, --dense-shard hybrid --check-replicas 1",
-        InStep(
-            "flip",
-            "all ranks stop, the parameter is named",
-            (r"q_proj\.weight", "--check-replicas"),
-            flags=CHECKED,
-            kept=CHECKED,
-        ),
+        InStep("flip", "all ranks stop, the parameter is named", (r"q_proj\.weight", "--check-replicas"),
+               flags=CHECKED, kept=CHECKED),
     ),
     "sigterm": Fault("SIGTERM, as a cluster sends before it takes a node away", is_asked_to_stop),
     "sigterm-evaluation": Fault(
@@ -492,17 +464,15 @@ FAULTS = {
     "output-gone": Fault("The output directory is deleted while the run writes to it", loses_its_output, in_short=True),
     "disk-full": Fault("No room for another checkpoint", fills_the_disk, is_possible=can_make_networks),
     "node-lost": Fault(
-        "One of two nodes is gone for good: torchrun --nnodes 1:2 --max-restarts 3, --elastic",
-        loses_a_node,
+        "One of two nodes is gone for good: torchrun --nnodes 1:2 --max-restarts 3, --elastic", loses_a_node,
         exact=False,
     ),
     "link-cut": Fault(
-        "The link between two nodes goes down; no packet, no reset comes through",
-        cuts_the_link,
+        "The link between two nodes goes down; no packet, no reset comes through", cuts_the_link,
         is_possible=can_make_networks,
     ),
     "link-slow": Fault("The link between two nodes falls to 4 Mbit/s", slows_the_link, is_possible=can_make_networks),
-}
+}  # fmt: skip
 
 ROUNDING = 1e-4
 """How far a weight may be off where a part of the run was made on another arrangement, in fp32: the model's are about

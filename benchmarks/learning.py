@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.arms import machine, print_rows, random_mixtral, write_json
-from benchmarks.byte_pairs import byte_pair_tokenizer
+from benchmarks.byte_pairs import save_byte_pairs
 from benchmarks.demo import make_inputs
 from benchmarks.runs import lines_of, trained
 from expertmesh.moe.util.terminal import ends_with_reader
@@ -113,19 +113,12 @@ def of_dataset(directory: Path, seed: int, arguments: argparse.Namespace) -> Inp
     texts = [{"prompt": row[before], "response": row[trained]} for row in rows]
     for file, some in ((data, texts[:-HELD_OUT]), (held_out, texts[-HELD_OUT:])):
         file.write_text("".join(json.dumps(row) + "\n" for row in some), encoding="utf-8")
-    save_tokenizer(model, [f"{row['prompt']}\n{row['response']}" for row in texts], arguments.vocabulary)
+    pairs = [f"{row['prompt']}\n{row['response']}" for row in texts]
+    save_byte_pairs(model, pairs, arguments.vocabulary, ("<s>", "</s>"), bos_token="<s>", eos_token="</s>")
     random_mixtral(arguments, seed=seed, num_key_value_heads=4, num_local_experts=8).save_pretrained(model)
     flags = ["--prompt-template", "{prompt}\n", "--max-seq-length", str(arguments.max_seq_length)]
     flags += ["--per-device-train-batch-size", "8", "--router-aux-loss-coef", "0.02"]
     return Inputs(model, [*flags, "--dataset", str(data), "--eval-dataset", str(held_out)])
-
-
-def save_tokenizer(path: Path, texts: list[str], vocabulary: int) -> None:
-    """Byte pairs of the texts."""
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = byte_pair_tokenizer(texts, vocabulary, ("<s>", "</s>"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(path)
 
 
 def train(inputs: Inputs, run: Path, seed: int, flags: list[str], arguments: argparse.Namespace) -> Learned:

@@ -147,9 +147,9 @@ def pad_to(batch: Batch, length: int) -> Batch:
 def report(arguments: argparse.Namespace, rounds: Rounds) -> None:
     of_all = next(iter(rounds.values()))[0].more
     print(
-        f"{arms.machine()}; {arguments.ranks} ranks, ep {arguments.ep_size}, {of_all['parameters'] / 1e6:.1f} M parameters, "
-        f"{arguments.rows} sequences of {arguments.max_seq_length} tokens at most, samples of {of_all['length']:.0f} "
-        f"tokens on average; median of {arguments.rounds} rounds of {arguments.steps} steps, variants interleaved"
+        f"{arms.machine()}; {arguments.ranks} ranks, ep {arguments.ep_size}, {of_all['parameters'] / 1e6:.1f} M "
+        f"parameters, {arguments.rows} sequences of {arguments.max_seq_length} tokens at most, samples of "
+        f"{of_all['length']:.0f} tokens on average; median of {arguments.rounds} rounds of {arguments.steps} steps, variants interleaved"
     )
     speeds = {name: [one.more["tokens"] / sum(one.seconds) for one in of] for name, of in rounds.items()}
     rows = []

@@ -46,7 +46,7 @@ def test_between_stages(printed_by: Callable[[list[str]], str]) -> None:
     flags = ["--faults", "die-sending", "hang-receiving", "--pp-size", "2", "--times", "1", "--ranks", "2"]
     printed = printed_by([*flags, "--steps", "6"])
     assert "the others say in which stage they lost it" in printed
-    assert "every rank reports where it hangs, the stage included" in printed
+    assert "every rank reports where it hangs, --ddp-timeout 30, the stage included" in printed
 
 
 @pytest.mark.slow
