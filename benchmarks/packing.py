@@ -149,7 +149,8 @@ def report(arguments: argparse.Namespace, rounds: Rounds) -> None:
     print(
         f"{arms.machine()}; {arguments.ranks} ranks, ep {arguments.ep_size}, {of_all['parameters'] / 1e6:.1f} M "
         f"parameters, {arguments.rows} sequences of {arguments.max_seq_length} tokens at most, samples of "
-        f"{of_all['length']:.0f} tokens on average; median of {arguments.rounds} rounds of {arguments.steps} steps, variants interleaved"
+        f"{of_all['length']:.0f} tokens on average; median of {arguments.rounds} rounds of {arguments.steps} steps, "
+        "variants interleaved"
     )
     speeds = {name: [one.more["tokens"] / sum(one.seconds) for one in of] for name, of in rounds.items()}
     rows = []
