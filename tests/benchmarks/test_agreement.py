@@ -81,11 +81,16 @@ def test_arms_take_turns() -> None:
 def test_steps_are_timed_after_those_that_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each all ranks' use of the CPU; the first one may be counted, and is then not timed."""
     made = iter(range(9))
-    monkeypatch.setattr(arms, "timed", lambda step, device: [Took(0.5, 0.25, 0.125, 7.0, step())])
+
+    def timed(step: Callable[[], float], device: torch.device) -> list[Took[float]]:
+        number = step()
+        return [Took(10 + number, 0.25, 0.125, 7.0, number)]
+
+    monkeypatch.setattr(arms, "timed", timed)
     monkeypatch.setattr(arms, "gathered", lambda value: [value, value])
     figures = arms.steps_of(lambda: float(next(made)), 2, torch.device("cpu"), warm_up=2)
     assert figures.losses == [0, 1, 2, 3]
-    assert (figures.seconds, figures.cpu, figures.cpu_seconds) == ([0.5, 0.5], [[0.25, 0.25]] * 2, [0.5, 0.5])
+    assert (figures.seconds, figures.cpu, figures.cpu_seconds) == ([12, 13], [[0.25, 0.25]] * 2, [0.5, 0.5])
     within: list[str] = []
 
     @contextmanager
