@@ -508,7 +508,7 @@ def command(
         tolerance: to which losses must agree; None: arms compute different ones, and one that fails is left out.
 
     Returns:
-        The exit code: 1 where losses differ.
+        The exit code: 1 where losses differ, or no arm gave figures.
     """
     if arguments.worker is not None:
         return work(arguments, arms, measure)
@@ -518,9 +518,11 @@ def command(
     if tolerance is not None and (said := disagreement(taken.found, tolerance)):
         print(f"aborted: {said}", file=sys.stderr)
         return 1
-    report(taken.found)
     for name, why in taken.failed.items():
         print(f"{name} failed: {why}")
+    if not taken.found:
+        return 1
+    report(taken.found)
     return 0
 
 

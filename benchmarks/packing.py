@@ -123,6 +123,7 @@ def draw_samples(arguments: argparse.Namespace, number: int = 4000) -> Samples:
         "tokens": content,
         "is_trained": [[place >= n // 3 for place in range(n)] for n in lengths],
         "length": lengths,
+        "weights": [[]] * number,
         "is_cut": [False] * number,
         "num_targets": [n - max(n // 3, 1) for n in lengths],
     }
