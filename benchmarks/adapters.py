@@ -16,14 +16,11 @@ logits. over: tensors beyond the weights, over trained and activations together.
 """
 
 import argparse
-import json
-import os
-import re
-import resource
 import statistics
-import subprocess
 import sys
-import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,152 +29,116 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from benchmarks.load_memory import MB, resident, restart_peak
+from benchmarks import arms
+from benchmarks.arms import MB, Arm, Figures, Made, Rounds, ratio
 from benchmarks.traffic import CountTraffic
-from benchmarks.workers import random_mixtral
 from expertmesh.checkpoints.hf.source import open_source
 from expertmesh.moe.util.terminal import ends_with_reader
-from expertmesh.sharding.mesh import build_mesh
-from expertmesh.sharding.runtime.process import end_process_group, settle_malloc, start_process_group
+from expertmesh.sharding.runtime.process import settle_malloc, start_process_group
 from expertmesh.sharding.state import local_tensor
-from expertmesh.sharding.topology import Topology
-from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.data.batch import Batch, collate
-from expertmesh.training.data.samples import Sample
-from expertmesh.training.engine.assembly import assemble, place
-from expertmesh.training.loss.balance import LossWeights
-from expertmesh.training.optim.optimizer import build_optimizer
-from expertmesh.training.planning.rehearsal.live_memory import LiveTensors
-from expertmesh.training.steps.step import train_step
 
 VARIANTS = ("full", "lora", "lora-fp8", "lora-nf4", "peft")
 LEARNING_RATE = 1e-4
-
-
-class VariantFailed(Exception):
-    """A variant's processes ended with an error, the last line of which this is."""
+ALPHA = 32.0
 
 
 @ends_with_reader
-def main() -> int:
-    arguments = parse_arguments()
-    if arguments.worker is not None:
-        return measure(arguments)
-    with tempfile.TemporaryDirectory() as directory:
-        numbers = make_model(Path(directory) / "model", arguments)
-        print(
-            f"{arguments.ranks} ranks, ep {arguments.ep_size}; fp32; {numbers / 1e6:.1f} M parameters: "
-            f"{arguments.layers} layers, hidden {arguments.hidden_size}, expert width {arguments.intermediate_size}, "
-            f"{arguments.experts} experts, top-2; rank {arguments.rank}; {arguments.seq_length} tokens per rank; "
-            f"{arguments.rounds} rounds of {arguments.steps} steps, median"
-        )
-        figures: dict[str, list[dict[str, float]]] = {variant: [] for variant in arguments.variants}
-        errors: dict[str, str] = {}
-        for _ in range(arguments.rounds):
-            for variant in [variant for variant in arguments.variants if variant not in errors]:
-                try:
-                    figures[variant].append(start_variant(variant, Path(directory), arguments))
-                except VariantFailed as error:
-                    errors[variant] = str(error)
-    print_table({variant: rounds for variant, rounds in figures.items() if rounds})
-    for variant, why in errors.items():
-        print(f"{variant} failed: {why}")
-    return 0
-
-
-def parse_arguments() -> argparse.Namespace:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--ep-size", type=int, default=1)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--hidden-size", type=int, default=512)
-    parser.add_argument("--intermediate-size", type=int, default=1792)
-    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--experts", type=int, default=8)
-    parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--seq-length", type=int, default=512)
     parser.add_argument("--rank", type=int, default=16, help="of the adapters")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="that count, after one that does not")
-    parser.add_argument("--timeout", type=int, default=300, help="time limit per variant, in seconds")
-    parser.add_argument("--worker", type=Path, default=None, help=argparse.SUPPRESS)
-    parser.add_argument("--variant", default="", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    arms.add_step_flags(parser, rounds=3, width=512, experts=1792, layers=4, vocabulary=8192)
+    arguments = parser.parse_args(argv)
+    return arms.command(
+        "benchmarks.adapters",
+        arguments,
+        argv,
+        [arm_of(name, arguments) for name in arguments.variants],
+        lambda path: arms.random_mixtral(
+            arguments, num_key_value_heads=2, num_local_experts=arguments.experts
+        ).save_pretrained(path),
+        partial(measure, arguments),
+        partial(report, arguments),
+    )
 
 
-def make_model(path: Path, arguments: argparse.Namespace) -> int:
-    """Save a random Mixtral in fp32; its parameters."""
-    experts = arguments.experts
-    model = random_mixtral(arguments, num_key_value_heads=2, num_local_experts=experts, num_experts_per_tok=2)
-    model.save_pretrained(path)
-    return int(model.num_parameters())
+def arm_of(name: str, arguments: argparse.Namespace) -> Arm:
+    if name == "peft":
+        return Arm(name, arguments.ranks, {"ep_size": arguments.ep_size, "rank": arguments.rank}, make_peft)
+    settings: dict[str, Any] = dict(ep_size=arguments.ep_size, learning_rate=LEARNING_RATE)
+    if name != "full":
+        kind = name.partition("-")[2] or "auto"
+        settings |= dict(adapter="lora", lora_rank=arguments.rank, lora_alpha=ALPHA, base_dtype=kind)
+    return Arm(name, arguments.ranks, settings, arms.load_ours)
 
 
-def start_variant(variant: str, directory: Path, arguments: argparse.Namespace) -> dict[str, float]:
-    """Run a variant in processes of its own; its figures.
+def make_peft(model: Path, ep_size: int, rank: int) -> Made:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
 
-    Raises:
-        VariantFailed: it ended with an error.
-    """
-    flags = []
-    for name in ("ranks", "ep_size", "vocabulary", "seq_length", "rank", "steps"):
-        flags += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.ranks)]
-    command += ["-m", "benchmarks.adapters", "--worker", str(directory), "--variant", variant, *flags]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, timeout=arguments.timeout, env=environment, stderr=subprocess.PIPE, text=True)
-    if ended.returncode != 0:
-        raised = re.findall(r"^(?:\[rank\d+\]: ?)?(\w+(?:Error|Exception): .*)$", ended.stderr, re.MULTILINE)
-        raise VariantFailed(raised[0] if raised else f"exit code {ended.returncode}")
-    figures: dict[str, float] = json.loads((directory / f"{variant}.json").read_text())
+    world_size = dist.get_world_size()
+    spread = {} if world_size == 1 else {"distributed_config": DistributedConfig(fsdp_size=world_size, ep_size=ep_size)}
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, **spread)
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=int(ALPHA),
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+    )
+    adapted: Any = get_peft_model(base, config).train()
+    trained = [p for p in adapted.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+
+    def step(batches: Sequence[Any]) -> float:
+        (batch,) = batches
+        optimizer.zero_grad()
+        loss = adapted(input_ids=batch.tokens_BS, labels=batch.tokens_BS, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        return float(loss.detach())
+
+    return Made(adapted, optimizer, step)
+
+
+def measure(arguments: argparse.Namespace, arm: Arm, path: Path) -> Figures:
+    """On each rank of a variant."""
+    if arm.make is arms.load_ours:
+        settle_malloc()  # as train_ep.py does
+    ranks = start_process_group(use_cpu=True, timeout_seconds=300)
+    batches = [arms.batch_of(*arms.random_sequences(1, arguments.seq_length, arguments.vocabulary, seed=ranks.rank))]
+    # what is imported for a model is no part of it
+    open_source(path).build()
+    start = arms.begin_peak(ranks.device)
+    made = arm.made(path)
+    kept, traffic = _Kept(made.model), CountTraffic()
+    figures = arms.steps_of(lambda: made.step(batches), arguments.steps, ranks.device, first_within=both(traffic, kept))
+    resident = arms.most_held(ranks.device) - start
+    tensors = arms.peak_of(made, lambda: made.step(batches))
+    logits = 4 * arguments.seq_length * arguments.vocabulary
+    figures.more = {
+        "resident": max(arms.gathered(resident)),
+        "tensors": max(arms.gathered(tensors)),
+        "weights": _bytes(made.model, trained=False),
+        "trained": 4 * _bytes(made.model, trained=True),
+        # our head keeps no logits, which are there all the same for a moment, unless another keeps them
+        "activ.": sum(kept.storages.values()) + (0 if logits in kept.storages.values() else logits),
+        "sent": sum(traffic.sent.values()),
+        "reduced": traffic.sent["reduce-scatter"] + traffic.sent["all-reduce"],
+    }
     return figures
 
 
-def measure(arguments: argparse.Namespace) -> int:
-    """On each rank of a variant."""
-    if arguments.variant != "peft":
-        settle_malloc()  # as train_ep.py does
-    ranks = start_process_group(use_cpu=True, timeout_seconds=arguments.timeout)
-    generator = torch.Generator().manual_seed(ranks.rank)
-    tokens = torch.randint(0, arguments.vocabulary, (arguments.seq_length,), generator=generator).tolist()
-    batch = collate([[Sample(tokens, [True] * len(tokens))]])
-    build = build_peft if arguments.variant == "peft" else build_ours
-    # what is imported for a model is no part of it
-    build(arguments, ranks, batch, only_import=True)
-    restart_peak()
-    start = resident("VmRSS")
-    step, model, optimizer = build(arguments, ranks, batch)
-    kept = _Kept(model)
-    with CountTraffic() as traffic, kept:
-        loss = step()
-    begin = _cpu_seconds()
-    for _ in range(arguments.steps):
-        step()
-    seconds, peak = _cpu_seconds() - begin, resident("VmHWM") - start
-    moments = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    with LiveTensors([*model.parameters(), *model.buffers(), *moments]) as live:
-        step()
-    totals = torch.tensor([seconds, peak, live.peak], dtype=torch.float64)
-    dist.all_reduce(totals[:1])
-    dist.all_reduce(totals[1:], op=dist.ReduceOp.MAX)
-    seconds, peak, tensors = totals.tolist()
-    logits = 4 * arguments.seq_length * arguments.vocabulary
-    if ranks.rank == 0:
-        figures = {
-            "tokens_per_cpu_second": arguments.steps * arguments.seq_length * ranks.world_size / seconds,
-            "resident_mb": peak / MB,
-            "tensors_mb": tensors / MB,
-            "sent_mb": sum(traffic.sent.values()) / MB,
-            "reduced_mb": (traffic.sent["reduce-scatter"] + traffic.sent["all-reduce"]) / MB,
-            "loss": loss,
-            "weights_mb": _bytes(model, trained=False) / MB,
-            "trained_mb": 4 * _bytes(model, trained=True) / MB,
-            # our head keeps no logits, which are there all the same for a moment, unless another keeps them
-            "activations_mb": (sum(kept.storages.values()) + (0 if logits in kept.storages.values() else logits)) / MB,
-        }
-        (arguments.worker / f"{arguments.variant}.json").write_text(json.dumps(figures))
-    end_process_group()
-    return 0
+@contextmanager
+def both(*counting: AbstractContextManager[object]) -> Iterator[None]:
+    with counting[0], counting[1]:
+        yield
 
 
 class _Kept(saved_tensors_hooks):
@@ -205,99 +166,33 @@ def _bytes(model: Any, trained: bool) -> int:
     return sum(_local(p).numel() * p.element_size() for p in model.parameters() if p.requires_grad == trained)
 
 
-def _cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
-def build_ours(arguments: argparse.Namespace, ranks: Any, batch: Batch, only_import: bool = False) -> Any:
-    source = open_source(arguments.worker / "model")
-    if only_import:
-        source.build()
-        return None
-    kind: Any = arguments.variant.partition("-")[2]
-    adapter: Any = "none" if arguments.variant == "full" else "lora"
-    config = TrainConfig(
-        model="-",
-        dataset=["-"],
-        learning_rate=LEARNING_RATE,
-        ep_size=arguments.ep_size,
-        cross_entropy="chunked",
-        adapter=adapter,
-        lora_rank=arguments.rank,
-        lora_alpha=32.0,
-        base_dtype=kind or "auto",
-    )
-    model = assemble(config, source, "cpu").model
-    mesh = build_mesh("cpu", Topology(ranks.world_size, arguments.ep_size))
-    place(config, model, source, mesh, ranks.device)
-    optimizer = build_optimizer(model.train(), config, mesh)
-
-    def step() -> float:
-        return train_step(model, optimizer, [batch], mesh, LossWeights(0.0, 0.0), 1.0).loss
-
-    return step, model, optimizer
-
-
-def build_peft(arguments: argparse.Namespace, ranks: Any, batch: Batch, only_import: bool = False) -> Any:
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
-
-    if only_import:
-        open_source(arguments.worker / "model").build()
-        return None
-    spread = {}
-    if ranks.world_size > 1:
-        spread["distributed_config"] = DistributedConfig(fsdp_size=ranks.world_size, ep_size=arguments.ep_size)
-    base = AutoModelForCausalLM.from_pretrained(arguments.worker / "model", dtype=torch.float32, **spread)
-    config = LoraConfig(
-        r=arguments.rank,
-        lora_alpha=32,
-        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
-        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
-    )
-    model: Any = get_peft_model(base, config).train()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
-
-    def step() -> float:
-        optimizer.zero_grad()
-        loss = model(input_ids=batch.tokens_BS, labels=batch.tokens_BS, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        return float(loss.detach())
-
-    return step, model, optimizer
-
-
-def print_table(figures: dict[str, list[dict[str, float]]]) -> None:
-    """Medians over rounds; ratios are medians of the ratio within a round."""
+def report(arguments: argparse.Namespace, rounds: Rounds) -> None:
+    """Medians over rounds."""
     print(
-        "variant    tokens/CPU-s           range   resident   tensors   weights   trained   activ.   over   sent MB"
-        "   reduced MB     loss   times full   times peft"
+        f"{arms.machine()}; {arguments.ranks} ranks, ep {arguments.ep_size}; fp32; {arguments.layers} layers, hidden "
+        f"{arguments.hidden_size}, expert width {arguments.intermediate_size}, {arguments.experts} experts, top-2; "
+        f"rank {arguments.rank}; {arguments.seq_length} tokens per rank; {arguments.rounds} rounds of "
+        f"{arguments.steps} steps, median"
     )
-    for variant, rounds in figures.items():
-        middle = {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
-        rates = [r["tokens_per_cpu_second"] for r in rounds]
-        ratios = []
-        for other in ("full", "peft"):
-            pairs = zip(rounds, figures.get(other, []), strict=False)
-            among = [a["tokens_per_cpu_second"] / b["tokens_per_cpu_second"] for a, b in pairs]
-            ratios.append(f"{statistics.median(among):10.2f} x" if among else " " * 12)
-        print(
-            f"{variant:10s} {middle['tokens_per_cpu_second']:12.1f} {min(rates):8.1f}-{max(rates):<6.1f} "
-            f"{middle['resident_mb']:10,.0f} {middle['tensors_mb']:9,.0f} {middle['weights_mb']:9,.0f} "
-            f"{middle['trained_mb']:9,.0f} {middle['activations_mb']:8,.0f} {_over(middle):6.2f} "
-            f"{middle['sent_mb']:9.1f} {middle['reduced_mb']:12.2f} "
-            f"{middle['loss']:8.4f} " + " ".join(ratios)
+    tokens = arguments.ranks * arguments.seq_length * arguments.steps
+    rates = {name: [tokens / sum(one.cpu_seconds) for one in figures] for name, figures in rounds.items()}
+    rows = []
+    for name, figures in rounds.items():
+        middle = {what: statistics.median(one.more[what] for one in figures) for what in figures[0].more}
+        over = (middle["tensors"] - middle["weights"]) / (middle["trained"] + middle["activ."])
+        mine = rates[name]
+        rows.append(
+            {
+                "variant": name,
+                "tokens/CPU-s": f"{statistics.median(mine):.1f}",
+                "range": f"{min(mine):.1f}-{max(mine):.1f}",
+                **{f"{what} MB": f"{value / MB:,.1f}" for what, value in middle.items()},
+                "over": f"{over:.2f}",
+                "loss": f"{figures[0].losses[0]:.4f}",
+                **{f"x {other}": f"{ratio(mine, rates[other]):.2f}" for other in ("full", "peft") if other in rates},
+            }
         )
-
-
-def _over(figures: dict[str, float]) -> float:
-    beyond = figures["tensors_mb"] - figures["weights_mb"]
-    return beyond / (figures["trained_mb"] + figures["activations_mb"])
+    arms.print_rows(rows)
 
 
 if __name__ == "__main__":

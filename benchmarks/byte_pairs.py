@@ -1,19 +1,27 @@
 """Small tokenizers, trained on a benchmark's own texts."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 
-def byte_pair_tokenizer(
-    texts: Iterable[str], vocabulary: int, special: Sequence[str], splits_digits: bool = False
-) -> Any:
-    """Byte pairs of texts: a `tokenizers.Tokenizer`.
+def save_byte_pairs(
+    path: Path,
+    texts: Iterable[str],
+    vocabulary: int,
+    special: Sequence[str],
+    splits_digits: bool = False,
+    **of_tokenizer: Any,
+) -> None:
+    """Save a tokenizer of byte pairs of texts.
 
     Args:
         special: tokens that get the first numbers.
         splits_digits: whether each digit is a token of its own.
+        of_tokenizer: of transformers' `PreTrainedTokenizerFast`.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
 
     by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer = Tokenizer(models.BPE())
@@ -28,4 +36,4 @@ def byte_pair_tokenizer(
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **of_tokenizer).save_pretrained(path)

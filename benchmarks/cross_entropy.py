@@ -8,25 +8,23 @@ and the ratios to `full` in the same round.
 """
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
-import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from benchmarks.load_memory import MB, resident
-from expertmesh.moe.util.atomic_write import whole
+from benchmarks import arms
+from benchmarks.arms import MB, Arm, Figures, Rounds, ratio
 from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.training.data.batch import IGNORED
 from expertmesh.training.loss.head import CHUNK_BYTES, LOSS_SUMS, Targets, chunks_of
 
 
 @ends_with_reader
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096, help="positions in the batch of one rank")
     parser.add_argument("--width", type=int, default=512)
@@ -37,51 +35,23 @@ def main() -> int:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, default=None, help="also write the figures here")
-    parser.add_argument("--worker", default=None, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker is not None:
-        print(json.dumps(measure(arguments.worker, arguments)))
-        return 0
-    kinds = list(LOSS_SUMS)
-    device = torch.cuda.get_device_name() if arguments.device == "cuda" else f"{torch.get_num_threads()} threads"
-    print(
-        f"{arguments.tokens} tokens, {arguments.share:.0%} of them trained, width {arguments.width}, vocabulary "
-        f"{arguments.vocabulary}, {arguments.dtype}, {arguments.device} ({device}); {arguments.rounds} rounds of fresh "
-        f"processes with {arguments.repetitions} repetitions each, medians"
+    parser.add_argument("--worker", nargs=2, default=None, help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    return arms.command(
+        "benchmarks.cross_entropy",
+        arguments,
+        argv,
+        [Arm(kind) for kind in LOSS_SUMS],
+        lambda path: None,
+        partial(measure, arguments),
+        partial(report, arguments),
+        tolerance=1e-4,
+        start=partial(arms.on_ranks, variables={"OMP_NUM_THREADS": str(torch.get_num_threads())}),
     )
-    print_chunks(arguments)
-    rounds = [{kind: start_worker(kind) for kind in kinds} for _ in range(arguments.rounds)]
-    figures = {kind: summarize(kind, rounds) for kind in kinds}
-    print_table(figures)
-    if arguments.json is not None:
-        with whole(arguments.json) as partial:
-            partial.write_text(json.dumps(figures, indent=2))
-    return 0
 
 
-def print_chunks(arguments: argparse.Namespace) -> None:
-    """Chunks, and the bytes of the weight and its gradient that they read and write, by formula: each reads the weight
-    for the logits and for the rows' gradient, and adds to the weight's in fp32 (a single one, or the first, is
-    written at once)."""
-    rows, vocabulary, width = round(arguments.tokens * arguments.share), arguments.vocabulary, arguments.width
-    size, elements = getattr(torch, arguments.dtype).itemsize, vocabulary * width
-    ours = chunks_of(rows, vocabulary, CHUNK_BYTES[arguments.device])
-    # a product in half precision is written, read again and added
-    adding = 2 * 4 + (2 * size if size < 4 else 0)
-    own = elements * (ours * 2 * size + (ours * adding if ours > 1 or size == 4 else size))
-    print(f"by formula: chunked {ours} chunks, {own / 1e9:.1f} GB of weight and gradient")
-
-
-def start_worker(kind: str) -> dict[str, float]:
-    """Measure one kind in a fresh process with the flags of this one."""
-    command = [sys.executable, "-m", "benchmarks.cross_entropy", *sys.argv[1:], "--worker", kind]
-    done = subprocess.run(command, check=True, timeout=540, stdout=subprocess.PIPE, text=True)
-    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return figures
-
-
-def measure(kind: str, arguments: argparse.Namespace) -> dict[str, float]:
-    """Peak above the inputs in 10^6 bytes, and seconds of the fastest repetition."""
+def measure(arguments: argparse.Namespace, arm: Arm, path: Path) -> Figures:
+    """Peak above the inputs in bytes, and seconds of the fastest repetition."""
     device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
     # the first matmul takes memory for threads and kernels, which is none of the loss's
     warm = torch.ones(64, 64, device=device, dtype=dtype)
@@ -96,45 +66,55 @@ def measure(kind: str, arguments: argparse.Namespace) -> dict[str, float]:
     index_N = (targets_BS != IGNORED).flatten().nonzero().squeeze(1)
     targets = Targets(targets_BS.to(device), index_N.to(device))
 
-    start, seconds, loss = memory(device), [], torch.zeros(())
-    for _ in range(arguments.repetitions):
+    def run() -> float:
         x_BSD.grad = weight_VD.grad = None
-        begin = time.perf_counter()
-        loss = LOSS_SUMS[kind](x_BSD, weight_VD, None, targets) / max(num_targets, 1)
+        loss = LOSS_SUMS[arm.name](x_BSD, weight_VD, None, targets) / max(num_targets, 1)
         loss.backward()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begin)
-    return {"peak_mb": (peak(device) - start) / MB, "seconds": min(seconds), "loss": float(loss)}
+        return float(loss)
+
+    start = arms.held_now(device)
+    took = arms.timed(run, device, arguments.repetitions)
+    fastest = min(one.seconds for one in took)
+    return Figures([took[0].gave], [fastest], more={"peak": arms.most_held(device) - start})
 
 
-def memory(device: torch.device) -> int:
-    """Bytes held now."""
-    return torch.cuda.memory_allocated() if device.type == "cuda" else resident("VmRSS")
+def report(arguments: argparse.Namespace, rounds: Rounds) -> None:
+    device = torch.cuda.get_device_name() if arguments.device == "cuda" else f"{torch.get_num_threads()} threads"
+    print(
+        f"{arms.machine()}; {arguments.tokens} tokens, {arguments.share:.0%} of them trained, width {arguments.width}, "
+        f"vocabulary {arguments.vocabulary}, {arguments.dtype}, {arguments.device} ({device}); {arguments.rounds} "
+        f"rounds of fresh processes with {arguments.repetitions} repetitions each, medians"
+    )
+    print_chunks(arguments)
+    seconds = {kind: [one.seconds[0] for one in figures] for kind, figures in rounds.items()}
+    peaks = {kind: [one.more["peak"] / MB for one in figures] for kind, figures in rounds.items()}
+    arms.print_rows(
+        [
+            {
+                "": kind,
+                "peak MB": f"{statistics.median(peaks[kind]):.0f}",
+                "x full": f"{ratio(peaks[kind], peaks['full']):.2f}",
+                "seconds": f"{statistics.median(seconds[kind]):.3f}",
+                "x  full": f"{ratio(seconds[kind], seconds['full']):.2f}",
+                "loss": f"{figures[0].losses[0]:.5f}",
+                "seconds by round": ", ".join(f"{one:.3f}" for one in seconds[kind]),
+            }
+            for kind, figures in rounds.items()
+        ]
+    )
 
 
-def peak(device: torch.device) -> int:
-    """The most bytes held since the process began."""
-    return torch.cuda.max_memory_allocated() if device.type == "cuda" else resident("VmHWM")
-
-
-def summarize(kind: str, rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
-    figures: dict[str, Any] = {
-        name: statistics.median(r[kind][name] for r in rounds) for name in ("peak_mb", "seconds", "loss")
-    }
-    for name in ("peak_mb", "seconds"):
-        figures[f"{name}_ratio_to_full"] = statistics.median(r[kind][name] / r["full"][name] for r in rounds)
-        figures[f"{name}_by_round"] = [round(r[kind][name], 3) for r in rounds]
-    return figures
-
-
-def print_table(figures: dict[str, dict[str, Any]]) -> None:
-    print(f"{'':8}{'peak MB':>9}{'x full':>8}{'seconds':>9}{'x full':>8}{'loss':>10}   seconds by round")
-    for kind, f in figures.items():
-        print(
-            f"{kind:8}{f['peak_mb']:9.0f}{f['peak_mb_ratio_to_full']:8.2f}{f['seconds']:9.3f}"
-            f"{f['seconds_ratio_to_full']:8.2f}{f['loss']:10.5f}   {f['seconds_by_round']}"
-        )
+def print_chunks(arguments: argparse.Namespace) -> None:
+    """Chunks, and the bytes of the weight and its gradient that they read and write, by formula: each reads the weight
+    for the logits and for the rows' gradient, and adds to the weight's in fp32 (a single one, or the first, is
+    written at once)."""
+    rows, vocabulary, width = round(arguments.tokens * arguments.share), arguments.vocabulary, arguments.width
+    size, elements = getattr(torch, arguments.dtype).itemsize, vocabulary * width
+    ours = chunks_of(rows, vocabulary, CHUNK_BYTES[arguments.device])
+    # a product in half precision is written, read again and added
+    adding = 2 * 4 + (2 * size if size < 4 else 0)
+    own = elements * (ours * 2 * size + (ours * adding if ours > 1 or size == 4 else size))
+    print(f"by formula: chunked {ours} chunks, {own / 1e9:.1f} GB of weight and gradient")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ the share of held-out tasks answered exactly, before and after.
 
 import argparse
 import json
-import os
 import random
 import shutil
 import subprocess
@@ -21,9 +20,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.runs import ROOT, environment, words_of
 from expertmesh.moe.util.terminal import ends_with_reader
 
-ROOT = Path(__file__).parents[1]
 TRAIN_ROWS = 40_000
 HELD_OUT_ROWS = 100  # a task
 LETTERS = "abcdefghijklmnop"
@@ -169,12 +168,11 @@ def save_random_model(path: Path, seed: int) -> None:
 
 
 def train(model: Path, data: Path, run: Path, max_steps: int | None, seed: int) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    command += ["train_ep.py", "--config", "configs/tiny.yaml", "--ep-size", "4", "--model", str(model.resolve())]
-    command += ["--dataset", str(data.resolve()), "--output-dir", str(run.resolve()), "--seed", str(seed)]
-    command += [] if max_steps is None else ["--max-steps", str(max_steps)]
-    print("$ torchrun " + " ".join(command[3:]), flush=True)
-    subprocess.run(command, cwd=ROOT, check=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    flags = ["--config", "configs/tiny.yaml", "--ep-size", "4", "--model", str(model.resolve())]
+    flags += ["--dataset", str(data.resolve()), "--output-dir", str(run.resolve()), "--seed", str(seed)]
+    words = words_of(4, flags if max_steps is None else [*flags, "--max-steps", str(max_steps)])
+    print("$ torchrun " + " ".join(words[3:]), flush=True)
+    subprocess.run(words, cwd=ROOT, check=True, timeout=900, env=environment())
 
 
 Scores = dict[str, tuple[float, str]]

@@ -13,11 +13,9 @@ first K experts. The tokens carry these choices in their first E coordinates, wh
 
 Forward is without gradients; forward + backward gives the gradients of the input and of every weight. Variants run in
 turn, round after round, after a round of warm-up. Milliseconds are medians, by CUDA events on a GPU and of wall time on
-a CPU, with the process's CPU time beside them. Where other programs run too, wall time says little: `--clock cpu` goes
-by CPU time, which is meant for one thread (OMP_NUM_THREADS=1), since threads that wait spend it too. TFLOP/s counts the
-experts' matrix products alone (2 · 3 · R · D · F forward, three times that with backward). Ratios between variants are
-medians over the rounds of the ratio within a round. Peak: memory above weights and inputs, of torch's allocator on a
-GPU, of the process on a CPU (VmHWM).
+a CPU, with the process's CPU time beside them. TFLOP/s counts the experts' matrix products alone (2 · 3 · R · D · F
+forward, three times that with backward). Ratios between variants are medians over the rounds of the ratio within a
+round. Peak: memory above weights and inputs, of torch's allocator on a GPU, of the process on a CPU (VmHWM).
 
 What no variant is charged for: routing is drawn once per setting, so code that is compiled for a number of rows (of
 oneDNN's bf16 products on a CPU, some 0.5 ms for each new number) is compiled in the warm-up; in training the
@@ -28,25 +26,22 @@ Shape suffixes: T tokens, D model width, F expert width, G = 2·F, E experts, K 
 
 import argparse
 import importlib
-import json
 import math
 import os
 import platform
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from html import escape
-from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.load_memory import MB, resident, restart_peak
+from benchmarks import arms
+from benchmarks.arms import MB, Took, ratio
 from benchmarks.original_megablocks import original_dmoe
 from expertmesh.moe.experts.forward import Forward
 from expertmesh.moe.experts.layer import DMoE
@@ -56,7 +51,6 @@ from expertmesh.moe.kernels.expert_kernels import choose_kernel
 from expertmesh.moe.kernels.expert_rows import ExpertRows
 from expertmesh.moe.kernels.kernel_entries import KERNELS, KernelEntry
 from expertmesh.moe.kernels.kernel_registry import KernelNeeds
-from expertmesh.moe.util.atomic_write import whole
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.moe.util.versions import installed_version
@@ -74,11 +68,6 @@ ROUTINGS = ("balanced", "natural", "skewed")
 
 # of the norm of what the reference gives, for right answers that differ by roundings; stk multiplies fp32 in TF32
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 5e-2}
-
-# what the kernel that `auto` picks is held to, and where
-MOST_LOSS = 0.03
-LEAST_SHARE = 0.80
-LEAST_GAIN = 1.5
 
 
 @dataclass(frozen=True)
@@ -121,9 +110,6 @@ class Setting:
         return f"{self.model}, {self.tokens} tokens, {self.routing}"
 
 
-TARGET_SETTING = Setting("mixtral-8x7b", 16384, "balanced")
-
-
 @dataclass(frozen=True)
 class Inputs:
     """x_TD for layers, and for experts alone the routed rows with E counts; a gradient for the output of each."""
@@ -162,9 +148,9 @@ class Variant:
 
 @dataclass
 class Result:
-    """Milliseconds of every repetition, round by round, of one pass of one variant in one setting, and its peak.
+    """One pass of one variant in one setting: milliseconds of every repetition, round by round, those of this process's
+    CPU time, and its peak.
 
-    clock: "wall" (on a GPU: of the device) or "cpu", the time that counts.
     error: the largest relative difference from the reference, among output and gradients.
     """
 
@@ -173,15 +159,10 @@ class Result:
     variant: str
     passes: str
     flops: float
-    clock: str
     error: float | None = None
     peak_mb: float = 0.0
-    wall_ms: list[list[float]] = field(default_factory=list)
+    ms: list[list[float]] = field(default_factory=list)
     cpu_ms: list[list[float]] = field(default_factory=list)
-
-    @property
-    def ms(self) -> list[list[float]]:
-        return self.cpu_ms if self.clock == "cpu" else self.wall_ms
 
     @property
     def tflops(self) -> float:
@@ -213,9 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         missing += [f"{name}, {reason}" for reason in reasons]
         for setting in [Setting(name, t, r) for t in arguments.tokens for r in arguments.routing]:
             checked = check(variants, make_inputs(setting, device, dtype))
-            measured, reasons = measure(
-                setting, variants, checked, arguments.rounds, arguments.repetitions, arguments.clock
-            )
+            measured, reasons = measure(setting, variants, checked, arguments.rounds, arguments.repetitions)
             missing += [f"{setting}, {reason}" for reason in reasons]
             differing += [f"{setting}, {variant}" for variant in checked.differing]
             results += measured
@@ -226,24 +205,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"not measured: {line}")
     for line in differing:
         print(f"wrong, and not measured: {line}", file=sys.stderr)
-    targets = judge(results, auto)
-    print("\n".join(targets))
     print(f"load average {os.getloadavg()[0]:.1f} at the end")
-    if arguments.json is not None:
-        figures = {
-            "hardware": hardware,
-            "dtype": arguments.dtype,
-            "auto": auto,
-            "not_measured": missing,
-            "wrong": differing,
-            "targets": targets,
-            "results": [{**asdict(r), "median_ms": median_of(r.ms), "tflops": r.tflops} for r in results],
-        }
-        with whole(arguments.json) as partial:
-            partial.write_text(json.dumps(figures, indent=2))
-    if arguments.picture is not None:
-        with whole(arguments.picture) as partial:
-            partial.write_text(draw(results, f"{BOTH}, {arguments.dtype}", hardware))
+    figures = {
+        "hardware": hardware,
+        "dtype": arguments.dtype,
+        "auto": auto,
+        "not_measured": missing,
+        "wrong": differing,
+        "results": [{**asdict(r), "median_ms": median_of(r.ms), "tflops": r.tflops} for r in results],
+    }
+    arms.write_json(arguments.json, figures)
     return int(bool(differing))
 
 
@@ -264,9 +235,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--repetitions", type=int, default=3, help="repetitions per variant and round")
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="on a CPU: the time that counts")
     parser.add_argument("--json", type=Path, default=None, help="also write the figures here")
-    parser.add_argument("--picture", type=Path, default=None, help="write a chart of forward + backward here, as SVG")
     return parser.parse_args(argv)
 
 
@@ -380,7 +349,7 @@ def build_variants(
             copy_weights(ours, block)
             variants += [hf_variant(name, block) for name in HF_VARIANTS if name in names]
         except Exception as error:  # the others can still be measured
-            reasons += [f"{name}: {short(error)}" for name in HF_VARIANTS if name in names]
+            reasons += [f"{name}: {arms.in_a_line(error)}" for name in HF_VARIANTS if name in names]
     if ORIGINAL_VARIANT in names:
         try:
             variants.append(original_variant(model, ours))
@@ -457,7 +426,7 @@ def make_inputs(setting: Setting, device: torch.device, dtype: torch.dtype) -> I
 
 
 def measure(
-    setting: Setting, variants: Sequence[Variant], checked: "Checked", rounds: int, repetitions: int, clock: str
+    setting: Setting, variants: Sequence[Variant], checked: "Checked", rounds: int, repetitions: int
 ) -> tuple[list[Result], list[str]]:
     """Results of every pass of every variant, and the reasons why a variant could not run in this setting.
 
@@ -465,36 +434,39 @@ def measure(
         checked: of the variants in this setting.
     """
     weight = variants[0].weights[0]
-    device, shape = weight.device, MODELS[setting.model].shape
-    inputs = make_inputs(setting, device, weight.dtype)
-    errors, reasons = checked.errors, [*checked.failed]
+    inputs = make_inputs(setting, weight.device, weight.dtype)
+    shape = MODELS[setting.model].shape
     flops = expert_flops(inputs.rows_RD.shape[0], shape)
+    runs: dict[str, tuple[Result, Callable[[], object]]] = {}
 
-    runs: list[tuple[Result, Callable[[], object]]] = []
-    forward, both = dense_chain(inputs.rows_RD, shape.expert_width)
-    runs.append((Result(setting, EXPERTS, CEILING, FORWARD, flops, clock), forward))
-    runs.append((Result(setting, EXPERTS, CEILING, BOTH, 3 * flops, clock), both))
-    for variant in [variant for variant in variants if (variant.part, variant.name) in errors]:
-        error = errors[variant.part, variant.name]
-        forward, both = torch.no_grad()(partial(variant.forward, inputs)), partial(variant.backward, inputs)
-        runs.append((Result(setting, variant.part, variant.name, FORWARD, flops, clock, error), forward))
-        runs.append((Result(setting, variant.part, variant.name, BOTH, 3 * flops, clock, error), both))
+    def add(part: str, name: str, error: float | None, *passes: Callable[[], object]) -> None:
+        for what, times, run in zip((FORWARD, BOTH), (1, 3), passes, strict=True):
+            runs[f"{name}, {part}, {what}"] = Result(setting, part, name, what, times * flops, error), run
 
-    for number in range(-2, rounds):  # the first rounds take the peak, and warm up
-        for result, run in [*runs]:
-            try:
-                if number == -2:
-                    result.peak_mb = peak_mb(run, device)
-                    continue
-                ms, cpu_ms = timed(run, device, repetitions)
-            except Exception as error:
-                reasons.append(f"{result.variant}, {result.part}, {result.passes}: {short(error)}")
-                runs.remove((result, run))
-                continue
-            if number >= 0:
-                result.wall_ms.append(ms)
-                result.cpu_ms.append(cpu_ms)
-    return [result for result, _ in runs], reasons
+    add(EXPERTS, CEILING, None, *dense_chain(inputs.rows_RD, shape.expert_width))
+    for variant in variants:
+        if (key := (variant.part, variant.name)) in checked.errors:
+            forward = torch.no_grad()(partial(variant.forward, inputs))
+            add(*key, checked.errors[key], forward, partial(variant.backward, inputs))
+
+    def turn(result: Result, run: Callable[[], object]) -> Callable[[int], list[Took[object]]]:
+        def take(number: int) -> list[Took[object]]:
+            if number == -2:  # the first round takes the peak
+                start = arms.begin_peak(weight.device)
+                run()
+                result.peak_mb = (arms.most_held(weight.device) - start) / MB
+                return []
+            return arms.timed(run, weight.device, repetitions)
+
+        return take
+
+    turns = {name: turn(*each) for name, each in runs.items()}
+    taken = arms.take_turns(turns, rounds, warm_up=2, may_fail=Exception)
+    for name, took in taken.found.items():
+        runs[name][0].ms = [[1e3 * one.seconds for one in of_round] for of_round in took]
+        runs[name][0].cpu_ms = [[1e3 * one.cpu for one in of_round] for of_round in took]
+    reasons = [*checked.failed, *(f"{name}: {why}" for name, why in taken.failed.items())]
+    return [runs[name][0] for name in taken.found], reasons
 
 
 @dataclass(frozen=True)
@@ -505,11 +477,6 @@ class Checked:
     errors: dict[tuple[str, str], float]
     failed: list[str]
     differing: list[str]
-
-
-def short(error: Exception) -> str:
-    """An error in a line."""
-    return f"{type(error).__name__}: {str(error).split(chr(10))[0]}"
 
 
 def check(variants: Sequence[Variant], inputs: Inputs) -> Checked:
@@ -526,7 +493,7 @@ def check(variants: Sequence[Variant], inputs: Inputs) -> Checked:
                 if variant.name == REFERENCE:
                     raise
                 # memory that does not suffice, a kernel that does not compile: the other variants can still be measured
-                reasons.append(f"{variant.name}, {part}: {short(error)}")
+                reasons.append(f"{variant.name}, {part}: {arms.in_a_line(error)}")
                 continue
             found = (out, grad, *variant.as_ours(gradients))
             reference = reference or found
@@ -575,46 +542,6 @@ def dense_chain(rows_RD: Tensor, width: int) -> tuple[Callable[[], object], Call
     return forward, both
 
 
-def timed(run: Callable[[], object], device: torch.device, repetitions: int) -> tuple[list[float], list[float]]:
-    """Milliseconds of each repetition: on the device, and of CPU time of this process."""
-    if device.type == "cuda":
-        return timed_on_gpu(run, repetitions)
-    ms, cpu_ms = [], []
-    for _ in range(repetitions):
-        begin, cpu_begin = time.perf_counter(), time.process_time()
-        run()
-        ms.append(1e3 * (time.perf_counter() - begin))
-        cpu_ms.append(1e3 * (time.process_time() - cpu_begin))
-    return ms, cpu_ms
-
-
-def timed_on_gpu(run: Callable[[], object], repetitions: int) -> tuple[list[float], list[float]]:
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repetitions + 1)]
-    cpu_ms = []
-    torch.cuda.synchronize()
-    marks[0].record()
-    for mark in marks[1:]:
-        cpu_begin = time.process_time()
-        run()
-        mark.record()
-        cpu_ms.append(1e3 * (time.process_time() - cpu_begin))
-    torch.cuda.synchronize()
-    return [begin.elapsed_time(end) for begin, end in pairwise(marks)], cpu_ms
-
-
-def peak_mb(run: Callable[[], object], device: torch.device) -> float:
-    """The most memory that `run` held at once, in 10^6 bytes, above what was held before it."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        start = torch.cuda.memory_allocated()
-        run()
-        return (torch.cuda.max_memory_allocated() - start) / MB
-    restart_peak()
-    start = resident("VmRSS")
-    run()
-    return (resident("VmHWM") - start) / MB
-
-
 def median_of(ms: Sequence[Sequence[float]]) -> float:
     """Over all repetitions of all rounds."""
     return statistics.median(one for one_round in ms for one in one_round)
@@ -622,7 +549,7 @@ def median_of(ms: Sequence[Sequence[float]]) -> float:
 
 def speed_ratio(fast: Result, slow: Result) -> float:
     """How many times as fast the first is as the second: the median over the rounds, in which the two ran close by."""
-    return statistics.median(sum(b) / sum(a) for a, b in zip(fast.ms, slow.ms, strict=True))
+    return ratio([*map(sum, slow.ms)], [*map(sum, fast.ms)])
 
 
 def pick(results: Sequence[Result], **fields: Any) -> list[Result]:
@@ -639,17 +566,22 @@ def print_table(setting: Setting, results: Sequence[Result]) -> None:
         f"\n{setting}: the busiest expert has {counts_E.max() / counts_E.float().mean():.2f} x the mean; "
         f"all variants agree with {REFERENCE}, the largest relative error is {max(errors):.0e}"
     )
-    columns = f"{'ms':>9}{'CPU ms':>9}{'TFLOP/s':>9}{'share':>7}{'peak MB':>9}"
-    print(f"{'':28}{FORWARD:^43} {BOTH:^43}")
-    print(f"{'part':8}{'variant':20}{columns} {columns}")
+    rows = []
     for part, name in dict.fromkeys((r.part, r.variant) for r in results):
-        line = f"{part:8}{name:20}"
+        row = {"part": part, "variant": name}
         for passes in (FORWARD, BOTH):
-            (result,) = pick(results, part=part, variant=name, passes=passes)
-            (ceiling,) = pick(results, variant=CEILING, passes=passes)
-            line += f"{median_of(result.wall_ms):9.2f}{median_of(result.cpu_ms):9.2f}{result.tflops:9.3f}"
-            line += f"{speed_ratio(result, ceiling):7.0%}{result.peak_mb:9.0f} "
-        print(line.rstrip())
+            for result in pick(results, part=part, variant=name, passes=passes):
+                (ceiling,) = pick(results, variant=CEILING, passes=passes)
+                figures = {
+                    "ms": f"{median_of(result.ms):.2f}",
+                    "CPU ms": f"{median_of(result.cpu_ms):.2f}",
+                    "TFLOP/s": f"{result.tflops:.3f}",
+                    "share": f"{speed_ratio(result, ceiling):.0%}",
+                    "peak MB": f"{result.peak_mb:.0f}",
+                }
+                row |= {f"{passes}\n{title}": figure for title, figure in figures.items()}
+        rows.append(row)
+    arms.print_rows(rows, text=["variant"])
 
 
 def print_auto(results: Sequence[Result], auto: str) -> None:
@@ -672,78 +604,6 @@ def rivals_of(mine: Result, results: Sequence[Result]) -> list[Result]:
     """The other variants that computed the same."""
     same = pick(results, setting=mine.setting, part=mine.part, passes=mine.passes)
     return [r for r in same if r.variant not in (mine.variant, CEILING)]
-
-
-def judge(results: Sequence[Result], auto: dict[str, str]) -> list[str]:
-    """A line for each target: met, missed and by how much, or not measured."""
-    mine = [r for r in results if r.variant == auto[r.setting.model]]
-    losses = [
-        (1 / speed_ratio(a, b) - 1, f"{b.variant}, {b.part}, {b.passes}, {b.setting}")
-        for a in mine
-        for b in rivals_of(a, results)
-    ]
-    lines = []
-    if losses:
-        loss, where = max(losses)
-        lines.append(
-            f"target: auto loses to no variant by more than {MOST_LOSS:.0%}: {verdict(MOST_LOSS - loss)} "
-            f"(at most {loss:+.1%} time, against {where})"
-        )
-    at_target = pick(results, setting=TARGET_SETTING, passes=BOTH)
-    experts, layer = (pick(at_target, part=part, variant=auto.get(TARGET_SETTING.model)) for part in (EXPERTS, LAYER))
-    rivals = [r for r in at_target if r.variant in HF_VARIANTS]
-    share = f"target: auto's experts reach {LEAST_SHARE:.2f} of the ceiling, {BOTH}, {TARGET_SETTING}"
-    gain = f"target: auto's layer is {LEAST_GAIN} x as fast as HF's best, {BOTH}, {TARGET_SETTING}"
-    if experts:
-        reached = speed_ratio(experts[0], pick(at_target, variant=CEILING)[0])
-        lines.append(f"{share}: {verdict(reached - LEAST_SHARE)} ({reached:.2f})")
-    else:
-        lines.append(f"{share}: not measured in this run")
-    if layer and rivals:
-        reached = min(speed_ratio(layer[0], rival) for rival in rivals)
-        lines.append(f"{gain}: {verdict(reached - LEAST_GAIN)} ({reached:.2f})")
-    else:
-        lines.append(f"{gain}: not measured in this run")
-    return lines
-
-
-def verdict(margin: float) -> str:
-    return "met" if margin >= 0 else f"missed by {-margin:.2g}"
-
-
-def draw(results: Sequence[Result], title: str, hardware: str) -> str:
-    """An SVG: one panel per setting, one bar per variant, as long as its TFLOP/s forward + backward; a line at the
-    ceiling."""
-    left, length, height, top = 190, 520, 18, 50
-    fills = {LAYER: "#1f5a96", EXPERTS: "#7fb2e5"}
-    body, y = [], top
-    for setting, group in groupby(pick(results, passes=BOTH), key=lambda r: r.setting):
-        (ceiling, *others) = group
-        scale = length / max(r.tflops for r in (ceiling, *others))
-        body.append(f'<text x="8" y="{y + 14}" font-weight="bold">{escape(str(setting))}</text>')
-        y += 24
-        line = left + scale * ceiling.tflops
-        body.append(f'<path d="M{line:.1f} {y}V{y + height * len(others)}" stroke="#b03030" stroke-dasharray="4 3"/>')
-        for r in others:
-            width = scale * r.tflops
-            body.append(f'<text x="{left - 6}" y="{y + 13}" text-anchor="end">{escape(r.variant)}, {r.part}</text>')
-            body.append(
-                f'<rect x="{left}" y="{y + 2}" width="{width:.1f}" height="{height - 4}" fill="{fills[r.part]}"/>'
-            )
-            label = f"{r.tflops:.3g} TFLOP/s, {speed_ratio(r, ceiling):.0%}"
-            body.append(f'<text x="{left + length + 8}" y="{y + 13}">{label}</text>')
-            y += height
-        y += 16
-        body.append(f'<text x="{line:.1f}" y="{y - 4}" text-anchor="middle">ceiling {ceiling.tflops:.3g}</text>')
-        y += 10
-    body.insert(0, f'<text x="8" y="18" font-size="14">{escape(title)}</text>')
-    body.insert(1, f'<text x="8" y="36" font-size="9">{escape(hardware)}</text>')
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + length + 190}" height="{y}" '
-        f'font-family="sans-serif" font-size="12">\n<rect width="100%" height="100%" fill="white"/>\n'
-        + "\n".join(body)
-        + "\n</svg>\n"
-    )
 
 
 if __name__ == "__main__":

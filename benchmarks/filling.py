@@ -27,8 +27,8 @@ from typing import Any
 import torch
 
 import expertmesh
-from benchmarks.byte_pairs import byte_pair_tokenizer
-from benchmarks.workers import random_mixtral
+from benchmarks.arms import random_mixtral
+from benchmarks.byte_pairs import save_byte_pairs
 from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.training.data.batch import collate
 from expertmesh.training.data.data_files import open_rows
@@ -101,9 +101,11 @@ def files() -> list[Path]:
 
 
 def tokenizer_of(texts: Sequence[str], vocabulary: int) -> Any:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
 
-    return PreTrainedTokenizerFast(tokenizer_object=byte_pair_tokenizer(texts, vocabulary, [EOS]), eos_token=EOS)
+    with tempfile.TemporaryDirectory() as directory:
+        save_byte_pairs(Path(directory), texts, vocabulary, [EOS], eos_token=EOS)
+        return AutoTokenizer.from_pretrained(directory)
 
 
 def ours(texts: Sequence[str], tokenizer: Any, length: int, truncation: Truncation, packing: Packing) -> Packed:

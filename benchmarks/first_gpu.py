@@ -39,6 +39,7 @@ from benchmarks.first_gpu_verdicts import (
     MOST_MEMORY_ERROR,
     OF_ALL_EXPERTS,
     OF_FORECAST_SPEED,
+    OF_ONE_EXPERT,
     Read,
     Verdict,
     is_not_slower,
@@ -185,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--as needs --use-cpu: nothing is measured of that card")
     call = Call(BEGUN + 60 * arguments.minutes, arguments.results)
     out = arguments.out.absolute()
-    steps = cpu_steps(out, arguments.gpu) if arguments.use_cpu else gpu_steps(out)
+    steps = steps_of(out, arguments.use_cpu, arguments.gpu)
     try:
         chosen = chosen_of(steps, arguments.steps)
         state = open_state(out, arguments.earlier, describe_machine(arguments.use_cpu, arguments.gpu))
@@ -336,86 +337,132 @@ def python(*arguments: str) -> list[str]:
     return [sys.executable, *arguments]
 
 
-def tests(name: str, minutes: float, *arguments: str) -> Part:
-    """A run of tests, by case over as many workers as are given."""
-    options = ("-q", "-p", "no:cacheprovider", "-p", "benchmarks.kept_tests")
+def tests(name: str, minutes: float, workers: int, *arguments: str) -> Part:
+    """A run of tests, by case over so many workers."""
+    options = ("-q", "-p", "no:cacheprovider", "-p", "benchmarks.kept_tests", "-n", str(workers), "--dist", "worksteal")
     return Part(name, python("-m", "pytest", *options, *arguments), minutes, keeps_tests=True)
 
 
-def gpu_steps(out: Path) -> list[Step]:
-    """On a card: what it lacks, then what is likeliest to be wrong; all but the tables within a quarter of an hour."""
+def steps_of(out: Path, use_cpu: bool = False, gpu: str = "") -> list[Step]:
+    """On a card: what it lacks, then what is likeliest to be wrong; all but the tables within a quarter of an hour.
 
-    def experts(model: str, routing: str, tokens: str) -> list[str]:
-        setting = ["--model", model, "--routing", routing, "--tokens", tokens, "--rounds", "3", "--repetitions", "2"]
-        variants = ["torch-grouped", "megablocks-sparse", "HF grouped_mm"]
-        return ["-m", "benchmarks.experts", *setting, "--variants", *variants]
+    Args:
+        use_cpu: the same at tiny size, of each file of tests some.
+        gpu: on which steps of full width are then forecast, in the place of tiny ones.
+    """
+    workers = 2 if use_cpu else 8
 
-    settings = [(model, routing) for _, model in RECIPES.values() for routing in ("balanced", "natural")]
-    kernels = {f"experts-{model}-{routing}": (model, routing, "16384") for model, routing in settings}
-    one = {"experts-one": ("mixtral-8x7b-one-expert", "balanced", "32768")}
-    spread = ("-n", "8", "--dist", "worksteal")
-    files = ("tests/gpu/test_kernels.py", "tests/gpu/test_attention.py", "tests/gpu/test_streams.py")
-    throughput = (
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "benchmarks.throughput"),
-        *("--dtype", "pure-bf16", "--hidden-size", "2048", "--intermediate-size", "7168", "--layers", "4", "--rows"),
-        *("2", "--seq-length", "4096", "--rounds", "2", "--variants", "hf-fsdp", "ours-ep=1", "--learning-rate"),
-        *("1e-4", "--json", str(out / "throughput.json")),
-    )
+    def limit(minutes: float) -> float:
+        return ON_CPU if use_cpu else minutes
+
+    def on_cpu(*words: str) -> tuple[str, ...]:
+        return words if use_cpu else ()
+
+    def width(name: str, model: str) -> Step:
+        if gpu:
+            # the forecasts are made here for that card, not there
+            return full_width(name, model, out, "--use-cpu", "--as", gpu, minutes=2 * ON_CPU)
+        if not use_cpu:
+            return full_width(name, model, out)
+        command = ("-m", "benchmarks.gpu_step", "--use-cpu", "--tiny", "--rows", "1", "--seq-length", "32", "--steps")
+        more = ("2", "--model", RECIPES[name][1], "--layers", "2", "--json", str(out / f"{name}.json"))
+        part = Part(name, python(*command, *more), ON_CPU)
+        return Step(name, f"Steps of {model}'s layers, tiny", "finite losses", [part], steps_found(name))
+
+    files = ["tests/gpu/test_kernels.py", "tests/gpu/test_attention.py", "tests/gpu/test_streams.py"]
+    experts = small_experts(out) if use_cpu else experts_of(out)
+    least = dict.fromkeys(experts, (0.0, 0.0) if use_cpu else OF_ALL_EXPERTS)
+    least |= dict.fromkeys(least.keys() & {"experts-one"}, OF_ONE_EXPERT)
+    rates = python("-m", "benchmarks.rates", "--write", str(out / "card.json"), *on_cpu("--device", "cpu"))
+    ranks = tests("ranks", limit(2), 1, "tests/gpu/test_ranks.py", *on_cpu("-k", "test_two_ranks_train_as_one"))
     return [
-        Step("preflight", "What this machine lacks", "nothing", [preflight(out, 1.5)], nothing_missing),
-        full_width("mixtral", "Mixtral 8x7B", out),
+        Step(
+            "preflight",
+            "What this machine lacks",
+            "nothing",
+            [preflight(out, limit(1.5), *on_cpu("--use-cpu"))],
+            nothing_missing,
+        ),
+        width("mixtral", "Mixtral 8x7B"),
         Step(
             "kernels",
             "Kernels, attention and streams against fp64",
             ALL_PASS,
-            [tests("kernels", 2, *spread, *files)],
+            [tests("kernels", limit(2), workers, *(files[:2] if use_cpu else files))],
             passed("kernels"),
         ),
         Step(
             "runs",
             "train_ep.py on the card against the CPU: features, tasks, families, memory, the same bits twice",
             ALL_PASS,
-            [tests("runs", 3, *spread, "tests/gpu/test_runs.py")],
+            [tests("runs", limit(3), workers, "tests/gpu/test_runs.py", *on_cpu("-k", "test_as_on_a_cpu"))],
             passed("runs"),
         ),
         Step(
             "ranks",
             "Two ranks over NCCL on the one card: layouts, resumes, a rank that is killed",
             ALL_PASS,
-            [replace(tests("ranks", 2, "-n", "1", "tests/gpu/test_ranks.py"), needs="two ranks")],
+            [replace(ranks, needs="two ranks")],
             passed("ranks"),
         ),
-        full_width("qwen3", "Qwen3 30B-A3B", out),
+        width("qwen3", "Qwen3 30B-A3B"),
         Step(
             "experts",
             "Expert kernels against transformers'; one expert of Mixtral, as of ep 8; rates for forecasts",
-            "what auto takes: 0.66 of the dense ceiling or more, and 0.8 of one expert; 1.1 x transformers' "
-            "grouped_mm or more",
-            [Part("rates", python(*RATES, "--write", str(out / "card.json")), 1.5)]
-            + [
-                Part(name, python(*experts(*setting), "--json", str(out / f"{name}.json")), 1)
-                for name, setting in (kernels | one).items()
-            ],
-            kernels_found(dict.fromkeys(kernels, OF_ALL_EXPERTS) | {"experts-one": (0.8, 1.1)}),
+            "; ".join(f"{name}: {share} of the ceiling, {gain} x grouped_mm" for name, (share, gain) in least.items()),
+            [Part("rates", rates, limit(1.5))] + [Part(name, words, limit(1)) for name, words in experts.items()],
+            kernels_found(least),
         ),
         Step(
             "throughput",
-            "Whole steps against transformers on one rank, four narrow layers",
-            "losses agree; ours is not slower",
-            [Part("throughput", python(*throughput), 3)],
-            is_not_slower,
+            "Whole steps against transformers on one rank",
+            f"losses agree{'' if use_cpu else '; ours is not slower'}",
+            [Part("throughput", throughput(out, use_cpu), limit(3))],
+            printed if use_cpu else is_not_slower,
         ),
         Step(
             "sanitizer",
             "Memory errors of permutation and fp8 kernels",
             "0 errors, where there is the tool",
             [
-                Part("sanitized-permutations", sanitized("test_permutations"), 2),
-                Part("sanitized-fp8", sanitized("test_contract_of_fp8"), 2),
+                Part("sanitized-permutations", sanitized("test_permutations"), limit(2)),
+                Part("sanitized-fp8", sanitized("test_contract_of_fp8"), limit(2)),
             ],
             no_errors,
         ),
     ]
+
+
+def experts_of(out: Path) -> dict[str, list[str]]:
+    """Commands of `benchmarks.experts`, by the names of their files: of what recipes train, and of one expert."""
+    settings = [(model, routing) for _, model in RECIPES.values() for routing in ("balanced", "natural")]
+    named = {f"experts-{model}-{routing}": (model, routing, "16384") for model, routing in settings}
+    named |= {"experts-one": ("mixtral-8x7b-one-expert", "balanced", "32768")}
+    options = ("--rounds", "3", "--repetitions", "2", "--variants", "torch-grouped", "megablocks-sparse")
+    return {
+        name: python(
+            *("-m", "benchmarks.experts", "--model", model, "--routing", routing, "--tokens", tokens),
+            *(*options, "HF grouped_mm", "--json", str(out / f"{name}.json")),
+        )
+        for name, (model, routing, tokens) in named.items()
+    }
+
+
+def small_experts(out: Path) -> dict[str, list[str]]:
+    options = ("--model", "small", "--tokens", "64", "--rounds", "1", "--device", "cpu", "--routing", "balanced")
+    variants = ("--variants", "torch-grouped", "HF grouped_mm", "--json", str(out / "experts.json"))
+    return {"experts": python("-m", "benchmarks.experts", *options, *variants)}
+
+
+def throughput(out: Path, use_cpu: bool) -> list[str]:
+    common = ("-m", "benchmarks.throughput", "--ranks", "1", "--dtype", "pure-bf16", "--variants", "hf-fsdp")
+    sizes = "--hidden-size 2048 --intermediate-size 7168 --layers 4 --rows 2 --seq-length 4096 --rounds 2"
+    rate = "1e-4"
+    if use_cpu:
+        sizes = "--use-cpu --hidden-size 128 --intermediate-size 128 --layers 2 --vocabulary 256 --seq-length 32"
+        sizes, rate = f"{sizes} --rounds 1 --steps 1", "3e-3"
+    more = ("--learning-rate", rate, "--json", str(out / "throughput.json"))
+    return python(*common, "ours-ep=1", *sizes.split(), *more)
 
 
 def full_width(name: str, model: str, out: Path, *more: str, minutes: float = 2.0) -> Step:
@@ -444,90 +491,9 @@ RECIPES = {
 """In configs/, and the published config.json."""
 
 
-def cpu_steps(out: Path, gpu: str = "") -> list[Step]:
-    """The same, tiny.
-
-    Args:
-        gpu: on which steps of full width are forecast, in the place of tiny ones.
-    """
-    step = ("-m", "benchmarks.gpu_step", "--use-cpu", "--tiny", "--rows", "1", "--seq-length", "32", "--steps", "2")
-    experts = (
-        *("-m", "benchmarks.experts", "--model", "small", "--tokens", "64", "--rounds", "1", "--device", "cpu"),
-        *("--routing", "balanced", "--variants", "torch-grouped", "HF grouped_mm"),
-    )
-    throughput = (
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "benchmarks.throughput"),
-        *("--use-cpu", "--dtype", "pure-bf16", "--hidden-size", "128", "--intermediate-size", "128", "--layers", "2"),
-        *("--vocabulary", "256", "--seq-length", "32", "--rounds", "1", "--steps", "1", "--learning-rate", "3e-3"),
-        *("--variants", "hf-fsdp", "ours-ep=1", "--json", str(out / "throughput.json")),
-    )
-    files = ("tests/gpu/test_kernels.py", "tests/gpu/test_attention.py")
-
-    def width(name: str, model: str) -> Step:
-        if gpu:
-            # the forecasts are made here for that card, not there
-            return full_width(name, model, out, "--use-cpu", "--as", gpu, minutes=2 * ON_CPU)
-        tiny = python(*step, "--model", RECIPES[name][1], "--layers", "2", "--json", str(out / f"{name}.json"))
-        return Step(
-            name, f"Steps of {model}'s layers, tiny", "finite losses", [Part(name, tiny, ON_CPU)], steps_found(name)
-        )
-
-    return [
-        Step("preflight", "What this machine lacks", "nothing", [preflight(out, ON_CPU, "--use-cpu")], nothing_missing),
-        width("mixtral", "Mixtral 8x7B"),
-        Step(
-            "kernels",
-            "Kernels against fp64: the first case of each",
-            ALL_PASS,
-            [tests("kernels", ON_CPU, "-n", "2", "--dist", "worksteal", *files)],
-            passed("kernels"),
-        ),
-        Step(
-            "runs",
-            "train_ep.py: one feature",
-            ALL_PASS,
-            [tests("runs", ON_CPU, "tests/gpu/test_runs.py", "-k", "test_as_on_a_cpu")],
-            passed("runs"),
-        ),
-        Step(
-            "ranks",
-            "Two ranks over gloo: one layout",
-            ALL_PASS,
-            [tests("ranks", ON_CPU, "-n", "1", "tests/gpu/test_ranks.py", "-k", "test_two_ranks_train_as_one")],
-            passed("ranks"),
-        ),
-        width("qwen3", "Qwen3 30B-A3B"),
-        Step(
-            "experts",
-            "Expert kernels, small; rates",
-            "outputs agree",
-            [
-                Part("experts", python(*experts, "--json", str(out / "experts.json")), ON_CPU),
-                Part("rates", python(*RATES, "--device", "cpu", "--write", str(out / "card.json")), ON_CPU),
-            ],
-            kernels_found({"experts": (0.0, 0.0)}),
-        ),
-        Step(
-            "throughput",
-            "Whole steps against transformers, tiny",
-            "losses agree",
-            [Part("throughput", python(*throughput), ON_CPU)],
-            printed,
-        ),
-        Step(
-            "sanitizer",
-            "Memory errors",
-            "0 errors, where there is the tool",
-            [Part("sanitized-permutations", sanitized("test_permutations"), ON_CPU)],
-            no_errors,
-        ),
-    ]
-
-
 ALL_PASS = "all tests pass"
 ON_CPU = 4.0
 """Minutes of each part there: seconds, unless the machine has much else to do."""
-RATES = ("-m", "benchmarks.rates")
 
 
 def preflight(out: Path, minutes: float, *more: str) -> Part:

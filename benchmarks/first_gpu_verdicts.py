@@ -18,6 +18,7 @@ Verdict = Literal["as expected", "not as expected", "failed", "stopped at its li
 
 OF_ALL_EXPERTS = (0.66, 1.1)
 """The least of all experts of a model: share of the dense ceiling, and speed over transformers' grouped_mm."""
+OF_ONE_EXPERT = (0.8, 1.1)
 MOST_MEMORY_ERROR = 0.03
 OF_FORECAST_SPEED = (0.85, 1.15)
 """The least and the most of the speed that was forecast for the very same step: a step that is faster shows, too, that

@@ -13,11 +13,9 @@ no step is computed: the figures are those of the forecast for that GPU.
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
-import time
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -38,13 +36,12 @@ import torch
 import yaml
 from transformers import CONFIG_MAPPING, AutoConfig
 
-from benchmarks.load_memory import resident, restart_peak
+from benchmarks.arms import begin_peak, most_held, timed, write_json
 from benchmarks.plan_accuracy import balance_routing, full_batch, shard_run
 from benchmarks.rehearsed import PUBLISHED
 from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.hf_model.build import count_parameters
 from expertmesh.moe.hf_model.counts import training_flops
-from expertmesh.moe.util.atomic_write import whole
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.sharding.runtime.process import device_type, end_process_group, start_process_group
@@ -172,9 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"benchmarks.gpu_step: error: {error}", file=sys.stderr)
         return 2
     print("\n".join(found.lines()), flush=True)
-    if arguments.json:
-        with whole(arguments.json) as partial:
-            partial.write_text(json.dumps(asdict(found), indent=1))
+    write_json(arguments.json, asdict(found))
     return 0
 
 
@@ -331,31 +326,20 @@ def measure(arguments: argparse.Namespace) -> Found:
     account = account or forecast(config, model_config, known_gpu(name) if is_gpu else None)
     ranks = start_process_group(arguments.use_cpu, timeout_seconds=600)
     device = ranks.device
-    if not is_gpu:
-        restart_peak()
-    before = resident("VmRSS")
+    before = begin_peak(device)
     assembled = assemble(config, ConfigAlone(model_config), device.type)
     model = assembled.model
     optimizer, mesh = shard_run(config, model, 1, device)
     balance_routing(model)
     batch = full_batch(config, model_config.vocab_size, 0).to(device)
-    figures: list[StepResult] = []
 
-    def step() -> None:
-        figures.append(train_step(model, optimizer, [batch] * arguments.micro_batches, mesh, NO_LOSSES, 1.0))
-        if is_gpu:
-            torch.cuda.synchronize()
+    def step() -> StepResult:
+        return train_step(model, optimizer, [batch] * arguments.micro_batches, mesh, NO_LOSSES, 1.0)
 
-    for _ in range(2):
-        step()
-    seconds = []
-    for _ in range(arguments.steps):
-        begun = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - begun)
-    peak_bytes = float(torch.cuda.max_memory_allocated()) if is_gpu else resident("VmHWM") - before
+    took = [timed(step, device)[0] for _ in range(2 + arguments.steps)]
+    seconds, last = [one.seconds for one in took[2:]], took[-1].gave
+    peak_bytes = float(most_held(device) - before)
     counts, median = count_parameters(model), statistics.median(seconds)
-    last = figures[-1]
     flops = training_flops(counts, model_config.get_text_config(), last.tokens, last.targets, last.pairs)
     best = peak_tflops(name) if is_gpu else None
     forecast_seconds = account.time.total if is_gpu else None
@@ -365,7 +349,7 @@ def measure(arguments: argparse.Namespace) -> Found:
         seconds,
         last.tokens / median,
         None if best is None else flops / median / 1e12 / best,
-        [result.loss for result in figures],
+        [one.gave.loss for one in took],
         peak_bytes,
         # what tensors hold, as the allocator counts them: not the driver's part, nor fragmentation
         account.memory.peak,

@@ -18,21 +18,17 @@ import json
 import os
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from benchmarks.byte_pairs import byte_pair_tokenizer
-from benchmarks.demo import ROOT, make_inputs
-from benchmarks.workers import random_mixtral
+from benchmarks.arms import machine, print_rows, random_mixtral, write_json
+from benchmarks.byte_pairs import save_byte_pairs
+from benchmarks.demo import make_inputs
+from benchmarks.runs import lines_of, trained
 from expertmesh.moe.util.terminal import ends_with_reader
-from expertmesh.training.environment import cpu_model
-from expertmesh.training.planning.columns import Column, open_console, print_table
 
 HELD_OUT = 200
 """Rows at the end of --dataset that are not trained on."""
@@ -93,8 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"seed {seed}: {shlex.join(arm)}", file=sys.stderr, flush=True)
                 learned.append(train(inputs, directory / "run", seed, arm, arguments))
     print_figures(turns, arguments)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({" ".join(key): [vars(one) for one in of] for key, of in turns.items()}))
+    write_json(arguments.json, {" ".join(key): [vars(one) for one in of] for key, of in turns.items()})
     return 0
 
 
@@ -118,35 +113,23 @@ def of_dataset(directory: Path, seed: int, arguments: argparse.Namespace) -> Inp
     texts = [{"prompt": row[before], "response": row[trained]} for row in rows]
     for file, some in ((data, texts[:-HELD_OUT]), (held_out, texts[-HELD_OUT:])):
         file.write_text("".join(json.dumps(row) + "\n" for row in some), encoding="utf-8")
-    save_tokenizer(model, [f"{row['prompt']}\n{row['response']}" for row in texts], arguments.vocabulary)
+    pairs = [f"{row['prompt']}\n{row['response']}" for row in texts]
+    save_byte_pairs(model, pairs, arguments.vocabulary, ("<s>", "</s>"), bos_token="<s>", eos_token="</s>")
     random_mixtral(arguments, seed=seed, num_key_value_heads=4, num_local_experts=8).save_pretrained(model)
     flags = ["--prompt-template", "{prompt}\n", "--max-seq-length", str(arguments.max_seq_length)]
     flags += ["--per-device-train-batch-size", "8", "--router-aux-loss-coef", "0.02"]
     return Inputs(model, [*flags, "--dataset", str(data), "--eval-dataset", str(held_out)])
 
 
-def save_tokenizer(path: Path, texts: list[str], vocabulary: int) -> None:
-    """Byte pairs of the texts."""
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = byte_pair_tokenizer(texts, vocabulary, ("<s>", "</s>"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(path)
-
-
 def train(inputs: Inputs, run: Path, seed: int, flags: list[str], arguments: argparse.Namespace) -> Learned:
-    command = [sys.executable, "train_ep.py", *inputs.flags, "--model", str(inputs.model), "--seed", str(seed)]
-    command += ["--output-dir", str(run), "--overwrite-output-dir", "--no-export", "--logging-steps", "1"]
-    command += ["--max-steps", str(arguments.steps), "--eval-steps", str(arguments.steps), "--report-to", "none"]
+    command = [*inputs.flags, "--model", str(inputs.model), "--seed", str(seed), "--output-dir", str(run)]
+    command += ["--overwrite-output-dir", "--no-export", "--logging-steps", "1", "--report-to", "none"]
+    command += ["--max-steps", str(arguments.steps), "--eval-steps", str(arguments.steps)]
     command += [] if arguments.batch is None else ["--per-device-train-batch-size", str(arguments.batch)]
-    environment = {"OMP_NUM_THREADS": "2", **os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True, env=environment)
-    if done.returncode != 0:
-        print(done.stderr, file=sys.stderr)
-        raise SystemExit(done.returncode)
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    losses = [record["loss"] for record in records if "loss" in record]
+    trained(1, [*command, *flags], OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "2"))
+    losses = [line["loss"] for line in lines_of(run, "loss")]
     assert len(losses) == arguments.steps
-    return Learned(losses, next(record["eval_loss"] for record in reversed(records) if "eval_loss" in record))
+    return Learned(losses, lines_of(run, "eval_loss")[-1]["eval_loss"])
 
 
 def differences(ours: list[float], first: list[float], window: int) -> list[float]:
@@ -160,7 +143,7 @@ def differences(ours: list[float], first: list[float], window: int) -> list[floa
 
 def print_figures(turns: Turns, arguments: argparse.Namespace) -> None:
     what = "the demo's task" if arguments.dataset is None else arguments.dataset.name
-    print(f"{what}, {arguments.steps} steps, seeds: {arguments.seeds}; {cpu_model()}, torch {torch.__version__}")
+    print(f"{what}, {arguments.steps} steps, seeds: {arguments.seeds}; {machine()}")
     found = {
         (flags, rate): [
             difference
@@ -169,14 +152,18 @@ def print_figures(turns: Turns, arguments: argparse.Namespace) -> None:
         ]
         for (flags, rate), learned in turns.items()
     }
-    columns = {
-        "flags": [flags for flags, _ in turns],
-        "learning rate": [rate for _, rate in turns],
-        "held-out loss": [" ".join(f"{one.held_out:.4f}" for one in learned) for learned in turns.values()],
-        "worst": [f"{max(of_arm, key=abs):+.2%}" for of_arm in found.values()],
-        "mean": [f"{statistics.mean(of_arm):+.2%}" for of_arm in found.values()],
-    }
-    print_table(open_console(), [Column(name, cells, is_text=name == "flags") for name, cells in columns.items()])
+    print_rows(
+        [
+            {
+                "flags": flags,
+                "learning rate": rate,
+                "held-out loss": " ".join(f"{one.held_out:.4f}" for one in learned),
+                "worst": f"{max(found[flags, rate], key=abs):+.2%}",
+                "mean": f"{statistics.mean(found[flags, rate]):+.2%}",
+            }
+            for (flags, rate), learned in turns.items()
+        ]
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import argparse
 import json
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -20,6 +19,8 @@ from typing import Any
 
 import torch
 
+from benchmarks import runs
+from benchmarks.arms import print_rows
 from expertmesh.moe.util.terminal import ends_with_reader
 
 TRAIN, HELD_OUT = 600, 20
@@ -41,10 +42,9 @@ def sentences(kind: str, number: int, seed: int) -> list[dict[str, str]]:
 
 def train(model: Path, data: Path, out: Path, steps: int, seed: int, *flags: str) -> Path:
     """A run of train_ep.py; the exported model."""
-    command = [sys.executable, "-m", "expertmesh.train_ep", "--model", str(model), "--dataset", str(data)]
-    command += ["--output-dir", str(out), "--max-steps", str(steps), "--seed", str(seed), "--use-cpu"]
-    command += ["--learning-rate", "3e-3", "--per-device-train-batch-size", "16", "--save-steps", "0"]
-    subprocess.run([*command, "--prompt-template", "{prompt}\n", *flags], check=True, capture_output=True)
+    own = ["--model", str(model.absolute()), "--dataset", str(data), "--output-dir", str(out), "--use-cpu"]
+    own += ["--max-steps", str(steps), "--seed", str(seed), "--learning-rate", "3e-3", "--save-steps", "0"]
+    runs.trained(1, [*own, "--per-device-train-batch-size", "16", "--prompt-template", "{prompt}\n", *flags])
     return out / "hf"
 
 
@@ -110,10 +110,12 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as work:
             found.append(one_repetition(asked.model, Path(work), asked.steps, seed))
     print(f"{asked.model.name}, {asked.steps} steps per run, {HELD_OUT} held-out answers, {asked.repetitions} seeds")
-    print(f"{'':28s} median   lowest  highest")
+    rows = []
     for name in found[0]:
         shares = [each[name] for each in found]
-        print(f"{name:28s} {statistics.median(shares):6.1%}   {min(shares):6.1%}   {max(shares):6.1%}")
+        figures = {"median": statistics.median(shares), "lowest": min(shares), "highest": max(shares)}
+        rows.append({"": name} | {of: f"{share:.1%}" for of, share in figures.items()})
+    print_rows(rows)
     return 0
 
 

@@ -1,6 +1,6 @@
 """What packing gains over padding: `python -m benchmarks.packing --ranks 4 --ep-size 4`.
 
-Whole training steps (forward, backward, clipping, AdamW) of one sharded model, each variant in turn in every round:
+Whole training steps (forward, backward, clipping, AdamW) of one random Mixtral, each variant in turn in every round:
 
     padded to max         each sequence one sample, padded to --max-seq-length, as a fixed shape needs it
     padded                each sequence one sample, padded to the longest of the micro-batch: train_ep.py without flags
@@ -10,40 +10,30 @@ Whole training steps (forward, backward, clipping, AdamW) of one sharded model, 
 
 All but `padded, larger batch` have the same flags: as many sequences per micro-batch, of at most --max-seq-length
 tokens. Padding is not counted. Lengths are those of --dataset, tokenised with --model's tokenizer, or else drawn from a
-log-normal distribution with the mean and spread of GSM8K's questions and answers; the model is a random Mixtral.
+log-normal distribution with the mean and spread of GSM8K's questions and answers.
 """
 
 import argparse
-import json
-import os
 import statistics
 import sys
-import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks.workers import measured_by_workers, random_mixtral
-from expertmesh.checkpoints.hf.source import open_source
+from benchmarks import arms
+from benchmarks.arms import Arm, Figures, Rounds, ratio
 from expertmesh.moe.util.terminal import ends_with_reader
-from expertmesh.sharding.mesh import build_mesh
-from expertmesh.sharding.runtime.process import end_process_group, start_process_group
-from expertmesh.sharding.topology import Topology
-from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.batch import IGNORED, Batch, collate
 from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.sample_cache import load_samples
 from expertmesh.training.data.samples import Samples
-from expertmesh.training.data.sequences import DataOrder, Rows, make_rows
+from expertmesh.training.data.sequences import DataOrder, make_rows
 from expertmesh.training.data.tokenizing import DataOptions
-from expertmesh.training.engine.assembly import assemble, place
-from expertmesh.training.loss.balance import LossWeights
-from expertmesh.training.optim.optimizer import build_optimizer
-from expertmesh.training.steps.step import train_step
+from expertmesh.training.engine.engine import Engine
 
 VARIANTS = ("padded to max", "padded", "grouped", "padded, larger batch", "packed")
 # tokens of GSM8K's training set with a 4,096-token vocabulary: the logarithm's mean and spread
@@ -51,105 +41,68 @@ LOG_MEAN, LOG_SPREAD = 5.2, 0.38
 
 
 @ends_with_reader
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--ep-size", type=int, default=4)
     parser.add_argument("--model", default="", help="directory with a config.json and a tokenizer, instead of sizes")
     parser.add_argument("--dataset", default="", help="instead of drawn lengths; needs --model")
-    parser.add_argument("--hidden-size", type=int, default=256)
-    parser.add_argument("--intermediate-size", type=int, default=896)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--max-seq-length", type=int, default=1024)
     parser.add_argument("--rows", type=int, default=4, help="sequences per rank and micro-batch")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, default=None, help="also write the figures here")
-    parser.add_argument("--worker", type=Path, default=None, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker is not None:
-        return measure(arguments.worker, arguments)
-    print_table(measured_by_workers("benchmarks.packing", arguments, save_model))
-    return 0
+    parser.add_argument("--steps", type=int, default=3, help="in each turn, after one that is not measured")
+    arms.add_step_flags(parser, rounds=3, width=256, experts=896, layers=6, vocabulary=4096)
+    arguments = parser.parse_args(argv)
+    on_gpu = torch.cuda.is_available()
+    settings = dict(ep_size=arguments.ep_size, packing=True, bf16=on_gpu, use_cpu=not on_gpu)
+    return arms.command(
+        "benchmarks.packing",
+        arguments,
+        argv,
+        [Arm(name, arguments.ranks, settings) for name in VARIANTS],
+        partial(save_model, arguments),
+        partial(measure, arguments),
+        partial(report, arguments),
+    )
 
 
-def save_model(path: Path, arguments: argparse.Namespace) -> None:
+def save_model(arguments: argparse.Namespace, path: Path) -> None:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     if arguments.model:
         torch.manual_seed(0)
         model = MixtralForCausalLM(MixtralConfig.from_pretrained(arguments.model))
     else:
-        longest = arguments.max_seq_length
-        model = random_mixtral(arguments, num_key_value_heads=4, num_local_experts=8, max_position_embeddings=longest)
+        model = arms.random_mixtral(arguments, max_position_embeddings=arguments.max_seq_length)
     model.save_pretrained(path)
 
 
-def measure(directory: Path, arguments: argparse.Namespace) -> int:
-    """On each rank: the variants in turn, round after round."""
-    ranks = start_process_group(use_cpu=not torch.cuda.is_available(), timeout_seconds=600)
-    device = ranks.device.type
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    source = open_source(directory / "model")
-    config = TrainConfig(
-        model="-",
-        dataset=["-"],
-        ep_size=arguments.ep_size,
-        packing=True,
-        cross_entropy="chunked",
-        bf16=device == "cuda",
-        learning_rate=1e-5,
-    )
-    model = assemble(config, source, device).model
-    mesh = build_mesh(device, Topology(ranks.world_size, arguments.ep_size))
-    place(config, model, source, mesh, ranks.device)
-    optimizer = build_optimizer(model.train(), config, mesh)
+def measure(arguments: argparse.Namespace, arm: Arm, model: Path) -> Figures:
+    """On each rank: a step of each of several global batches."""
+    made = arm.made(model)
     samples = read_samples(arguments) if arguments.dataset else draw_samples(arguments)
-    variants = {variant: prepare(variant, samples, arguments, ranks.world_size) for variant in VARIANTS}
+    batches = [batch.to(made.engine.ranks.device) for batch in batches_of(arm.name, samples, arguments, made.engine)]
+    in_turn = iter(batches)
+    figures = arms.steps_of(lambda: made.step([next(in_turn)]), arguments.steps, made.engine.ranks.device)
+    counts = [(batch.num_tokens, batch.tokens_BS.numel()) for batch in batches[1:]]
+    tokens, positions = (sum(sum(of[which] for of in rank) for rank in arms.gathered(counts)) for which in (0, 1))
+    length = float(samples.lengths.float().mean())
+    figures.more = {"tokens": tokens, "positions": positions, "parameters": made.engine.counts.total, "length": length}
+    return figures
 
-    seconds: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
-    cpu_seconds: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
-    tokens: dict[str, list[int]] = {variant: [] for variant in VARIANTS}
-    positions: dict[str, list[int]] = {variant: [] for variant in VARIANTS}
-    for step in range(-1, arguments.rounds):  # the first round only warms up
-        for variant, (rows, order) in variants.items():
-            (forward,) = order.micro_batches(step + 1, ranks.rank)
-            batch = collate([rows[row] for row in forward])
-            if variant == "padded to max":
-                batch = pad_to(batch, arguments.max_seq_length)
-            batch = batch.to(ranks.device)
-            dist.barrier()
-            begin, cpu_begin = time.perf_counter(), time.process_time()
-            result = train_step(model, optimizer, [batch], mesh, LossWeights(0.0, 0.0), 1.0)
-            dist.barrier()
-            spent = torch.tensor([time.process_time() - cpu_begin, float(batch.tokens_BS.numel())], dtype=torch.float64)
-            elapsed = time.perf_counter() - begin
-            dist.all_reduce(spent)
-            if step >= 0:
-                seconds[variant].append(elapsed)
-                cpu_seconds[variant].append(float(spent[0]))
-                positions[variant].append(int(spent[1]))
-                tokens[variant].append(result.tokens)
-    if ranks.rank == 0:
-        figures = {
-            "setting": f"{ranks.world_size} ranks, ep {arguments.ep_size}, {device}, {dtype}, "
-            f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {arguments.rows} sequences of "
-            f"{arguments.max_seq_length} tokens at most, samples of {samples.lengths.float().mean():.0f} tokens on "
-            f"average, torch {torch.__version__}, {os.cpu_count()} cores",
-            "rounds": arguments.rounds,
-            "variants": {
-                variant: {
-                    "seconds": seconds[variant],
-                    "cpu": cpu_seconds[variant],
-                    "tokens": tokens[variant],
-                    "at": positions[variant],
-                }
-                for variant in VARIANTS
-            },
-        }
-        (directory / "figures.json").write_text(json.dumps(figures))
-    end_process_group()
-    return 0
+
+def batches_of(variant: str, samples: Samples, arguments: argparse.Namespace, engine: Engine) -> Iterator[Batch]:
+    """This rank's micro-batch of each step, the one of the warm-up too."""
+    rows = make_rows(samples, variant == "packed", arguments.max_seq_length, seed=0)
+    a_forward = arguments.rows
+    if variant == "padded, larger batch":
+        a_forward = round(a_forward * arguments.max_seq_length / float(samples.lengths.float().mean()))
+    order = DataOrder(len(rows), arguments.ranks, a_forward, 1, 0, rows.lengths if variant == "grouped" else None)
+    # a data set smaller than a batch would leave ranks without sequences
+    assert order.steps_per_epoch > arguments.steps, "fewer sequences than the steps take"
+    for step in range(arguments.steps + 1):
+        (forward,) = order.micro_batches(step, engine.data_rank)
+        batch = collate([rows[row] for row in forward])
+        yield pad_to(batch, arguments.max_seq_length) if variant == "padded to max" else batch
 
 
 def read_samples(arguments: argparse.Namespace) -> Samples:
@@ -172,21 +125,11 @@ def draw_samples(arguments: argparse.Namespace, number: int = 4000) -> Samples:
         "tokens": content,
         "is_trained": [[place >= n // 3 for place in range(n)] for n in lengths],
         "length": lengths,
+        "weights": [[]] * number,
         "is_cut": [False] * number,
         "num_targets": [n - max(n // 3, 1) for n in lengths],
     }
     return Samples(Dataset.from_dict(table), [])
-
-
-def prepare(variant: str, samples: Samples, arguments: argparse.Namespace, world_size: int) -> tuple[Rows, DataOrder]:
-    rows = make_rows(samples, variant == "packed", arguments.max_seq_length, seed=0)
-    a_forward = arguments.rows
-    if variant == "padded, larger batch":
-        a_forward = round(a_forward * arguments.max_seq_length / float(samples.lengths.float().mean()))
-    order = DataOrder(len(rows), world_size, a_forward, 1, 0, rows.lengths if variant == "grouped" else None)
-    # a data set smaller than a batch would leave ranks without sequences
-    assert order.steps_per_epoch > arguments.rounds, "fewer sequences than the rounds take"
-    return rows, order
 
 
 def pad_to(batch: Batch, length: int) -> Batch:
@@ -204,26 +147,30 @@ def pad_to(batch: Batch, length: int) -> Batch:
     )
 
 
-def print_table(figures: dict[str, Any]) -> None:
-    print(f"{figures['setting']}; median of {figures['rounds']} rounds, variants interleaved")
+def report(arguments: argparse.Namespace, rounds: Rounds) -> None:
+    of_all = next(iter(rounds.values()))[0].more
     print(
-        f"{'variant':<20}{'tokens/step':>14}{'padding':>9}{'tokens/s':>10}{'range':>16}{'x padded':>10}"
-        f"{'tokens/CPU-s':>14}"
+        f"{arms.machine()}; {arguments.ranks} ranks, ep {arguments.ep_size}, {of_all['parameters'] / 1e6:.1f} M "
+        f"parameters, {arguments.rows} sequences of {arguments.max_seq_length} tokens at most, samples of "
+        f"{of_all['length']:.0f} tokens on average; median of {arguments.rounds} rounds of {arguments.steps} steps, "
+        "variants interleaved"
     )
-    baseline = rates(figures["variants"]["padded"], "seconds")
-    for variant, f in figures["variants"].items():
-        speed = rates(f, "seconds")
-        gain = statistics.median(a / b for a, b in zip(speed, baseline, strict=True))
-        print(
-            f"{variant:<20}{statistics.median(f['tokens']):>14,.0f}{1 - sum(f['tokens']) / sum(f['at']):>9.0%}"
-            f"{statistics.median(speed):>10,.0f}{f'{min(speed):,.0f}-{max(speed):,.0f}':>16}{gain:>10.2f}"
-            f"{statistics.median(rates(f, 'cpu')):>14,.0f}"
+    speeds = {name: [one.more["tokens"] / sum(one.seconds) for one in of] for name, of in rounds.items()}
+    rows = []
+    for name, figures in rounds.items():
+        speed, counted = speeds[name], figures[0].more
+        rows.append(
+            {
+                "variant": name,
+                "tokens/step": f"{counted['tokens'] / arguments.steps:,.0f}",
+                "padding": f"{1 - counted['tokens'] / counted['positions']:.0%}",
+                "tokens/s": f"{statistics.median(speed):,.0f}",
+                "range": f"{min(speed):,.0f}-{max(speed):,.0f}",
+                "x padded": f"{ratio(speed, speeds['padded']):.2f}",
+                "tokens/CPU-s": f"{statistics.median(counted['tokens'] / sum(f.cpu_seconds) for f in figures):,.0f}",
+            }
         )
-
-
-def rates(variant: dict[str, list[float]], per: str) -> list[float]:
-    """Tokens per second, or per CPU-second of all ranks together, in each round."""
-    return [tokens / seconds for tokens, seconds in zip(variant["tokens"], variant[per], strict=True)]
+    arms.print_rows(rows)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 measured: settings of small random models on this machine's CPU, each on ranks that are started afresh. The peak is
 VmHWM, the most that a rank's process ever held, less what it held before its model was built and after a step of the
 same model with fewer layers, in which libraries compile code and make buffers for these shapes. What is freed goes back
-to the system at once (benchmarks.variants.GIVEN_BACK); with --default-malloc it does not, and the difference is
+to the system at once (benchmarks.arms.GIVEN_BACK); with --default-malloc it does not, and the difference is
 malloc's slack. Bytes are counted at the collectives of one step. Every expert gets equally many tokens, as the forecast
 assumes. Seconds are the median of 3 steps; the forecast goes by rates that the same ranks measure.
 
@@ -15,37 +15,33 @@ published: figures of others' runs, with every assumption said; none is fitted t
 
 import argparse
 import gc
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
-from benchmarks.load_memory import resident
+from benchmarks import arms
+from benchmarks.arms import GIVEN_BACK, MB
 from benchmarks.published import published
 from benchmarks.rehearsed import print_rehearsed
 from benchmarks.traffic import CountTraffic
-from benchmarks.variants import GIVEN_BACK, forced_experts
+from benchmarks.variants import forced_experts
 from expertmesh.moe.experts.lora import store_frozen
 from expertmesh.moe.experts.model_layers import moe_layers
-from expertmesh.moe.util.atomic_write import whole
 from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.sharding.collectives.context_parallel import CPGroup
 from expertmesh.sharding.mesh import Mesh, build_mesh
 from expertmesh.sharding.parallelize.choices import Checkpointing
 from expertmesh.sharding.parallelize.parallelize import materialize, parallelize
-from expertmesh.sharding.runtime.process import end_process_group, start_process_group
+from expertmesh.sharding.runtime.process import start_process_group
 from expertmesh.sharding.state import local_tensor
 from expertmesh.training.cluster.check import check_groups, measured_hardware
 from expertmesh.training.config.train_config import TrainConfig
@@ -69,6 +65,7 @@ NO_LOSSES = LossWeights(0.0, 0.0)
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 PARTS = ("measured", "rehearsed", "published")
 WORLD_SIZE = 4
+MODULE = "benchmarks.plan_accuracy"
 MOST_ERROR = 0.05
 """What the memory forecast is held to, of the measured peak."""
 
@@ -176,10 +173,8 @@ def balance_routing(model: Any) -> None:
 def full_batch(config: TrainConfig, vocabulary: int, seed: int, cp_group: CPGroup | None = None) -> Batch:
     """Random tokens that fill every sequence; all but the first of a sequence are learned. cp_group: whose ranks share
     them, each with its part."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (config.per_device_train_batch_size, config.max_seq_length)
-    rows = torch.randint(0, vocabulary, shape, generator=generator)
-    return collate([[Sample.of_prompt(row.tolist(), 0)] for row in rows], cp_group)
+    rows = arms.random_sequences(config.per_device_train_batch_size, config.max_seq_length, vocabulary, seed)
+    return collate([[Sample.of_prompt(row, 0)] for row in rows], cp_group)
 
 
 def build_run(
@@ -220,7 +215,8 @@ def main() -> int:
     parser.add_argument("--untimed", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker is not None:
-        return measure(cases()[int(arguments.worker[0])], Path(arguments.worker[1]), not arguments.untimed)
+        directory, number = arguments.worker
+        return arms.as_rank(Path(directory), measure(cases()[int(number)], not arguments.untimed))
     if unknown := set(arguments.parts) - set(PARTS):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     if "measured" in arguments.parts:
@@ -235,33 +231,33 @@ def main() -> int:
 
 def print_measured(arguments: argparse.Namespace) -> None:
     print(f"{WORLD_SIZE} ranks, fp32, CPU, torch {torch.__version__}, {os.cpu_count()} cores; MB are 10^6 bytes")
-    print(HEADING)
     figures = []
     for number, case in enumerate(cases()):
         if arguments.only in str(case):
             figures.append(run(number, case, arguments.default_malloc))
-            print(line(figures[-1]), flush=True)
+            # minutes in all: what is known is told at once
+            print(f"{case}: {error(figures[-1]):+.1%}", file=sys.stderr, flush=True)
+    arms.print_rows([row(f) for f in figures], text=["peak at"])
     within = sum(abs(error(f)) <= MOST_ERROR for f in figures)
     exact = sum(f["bytes_forecast"] == f["bytes_measured"] for f in figures)
     print(f"memory within {MOST_ERROR:.0%}: {within} of {len(figures)}; bytes exact: {exact} of {len(figures)}\n")
-    if arguments.json is not None:
-        with whole(arguments.json) as partial:
-            partial.write_text(json.dumps(figures, indent=1))
+    arms.write_json(arguments.json, figures)
 
 
-HEADING = (
-    f"{'setting':<38}{'before MB':>10}{'forecast':>9}{'measured':>9}{'off':>7}   {'peak at':<48}"
-    f"{'sent MB':>9}{'counted':>9}{'s':>7}{'forecast':>9}"
-)
-
-
-def line(f: dict[str, Any]) -> str:
-    sent, counted = (sum(f[name].values()) / 1e6 for name in ("bytes_forecast", "bytes_measured"))
-    seconds = f"{f['seconds']:>7.2f}{f['seconds_forecast']:>9.2f}"
-    return (
-        f"{f['case']:<38}{f['before'] / 1e6:>10.0f}{f['memory_forecast'] / 1e6:>9.1f}{f['memory_measured'] / 1e6:>9.1f}"
-        f"{error(f):>+7.1%}   {f['when']:<48}{sent:>9.2f}{counted:>9.2f}{seconds}"
-    )
+def row(f: dict[str, Any]) -> dict[str, str]:
+    sent, counted = (sum(f[name].values()) / MB for name in ("bytes_forecast", "bytes_measured"))
+    return {
+        "setting": f["case"],
+        "before MB": f"{f['before'] / MB:.0f}",
+        "forecast": f"{f['memory_forecast'] / MB:.1f}",
+        "measured": f"{f['memory_measured'] / MB:.1f}",
+        "off": f"{error(f):+.1%}",
+        "peak at": f["when"],
+        "sent MB": f"{sent:.2f}",
+        "counted": f"{counted:.2f}",
+        "s": f"{f['seconds']:.2f}",
+        "s forecast": f"{f['seconds_forecast']:.2f}",
+    }
 
 
 def error(f: dict[str, Any]) -> float:
@@ -276,17 +272,10 @@ def run(number: int, case: Case, default_malloc: bool = False, is_timed: bool = 
         number: of the case, in `cases()`.
         is_timed: whether steps are timed and forecast too.
     """
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    if not default_malloc:
-        environment |= GIVEN_BACK
     with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD_SIZE)]
-        command += ["-m", "benchmarks.plan_accuracy", "--worker", str(number), directory]
-        command += [] if is_timed else ["--untimed"]
-        done = subprocess.run(command, timeout=600, env=environment, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise RuntimeError(f"the ranks of {case} failed:\n{done.stderr[-4000:]}")
-        figures = [json.loads(file.read_text()) for file in sorted(Path(directory).glob("*.json"))]
+        flags = [] if is_timed else ["--untimed"]
+        variables = None if default_malloc else GIVEN_BACK
+        figures = arms.on_ranks(MODULE, flags, WORLD_SIZE, Path(directory), str(number), variables=variables)
     worst: dict[str, Any] = max(figures, key=lambda f: f["memory_measured"])
     hardware = _hardware(worst["hardware"]) if is_timed else CPU
     account = forecast(case, hardware)
@@ -314,36 +303,33 @@ def _hardware(told: dict[str, Any]) -> Hardware:
     return Hardware(**{**told, **links, "device": Device(**told["device"]), "rates": rates_from(told["rates"])})
 
 
-def measure(case: Case, directory: Path, is_timed: bool) -> int:
-    """On each rank: figures of one case."""
+def measure(case: Case, is_timed: bool) -> list[dict[str, Any]]:
+    """On each rank: figures of one case, of each rank."""
     ranks = start_process_group(use_cpu=True, timeout_seconds=300)
     warm_up(case, ranks.device)
     gc.collect()
-    before = resident("VmRSS")
+    before = arms.resident("VmRSS")
     config, model_config = case.config, case.model_config
     model, optimizer, mesh = build_run(config, model_config, WORLD_SIZE, ranks.device)
     batch = full_batch(config, model_config.vocab_size, ranks.rank // config.ranks_per_sequence, mesh.cp_group)
-    train_step(model, optimizer, [batch], mesh, NO_LOSSES, 1.0)
+
+    def step() -> float:
+        return train_step(model, optimizer, [batch], mesh, NO_LOSSES, 1.0).loss
+
+    step()
     with CountTraffic() as counted:
-        train_step(model, optimizer, [batch], mesh, NO_LOSSES, 1.0)
-    seconds = []
-    for _ in range(3 if is_timed else 0):
-        dist.barrier()
-        begun = time.perf_counter()
-        train_step(model, optimizer, [batch], mesh, NO_LOSSES, 1.0)
-        seconds.append(time.perf_counter() - begun)
+        step()
+    timed = arms.steps_of(step, 3 if is_timed else 0, ranks.device, warm_up=0)
     figures: dict[str, Any] = {
         "before": before,
-        "memory_measured": resident("VmHWM") - before,
+        "memory_measured": arms.resident("VmHWM") - before,
         "bytes_measured": {kind: round(counted.sent[kind]) for kind in KINDS if counted.sent[kind]},
     }
     if is_timed:
         speeds = check_groups(mesh, 4 * model_config.hidden_size, ranks.device, WORLD_SIZE)
-        figures["seconds"] = statistics.median(seconds)
+        figures["seconds"] = statistics.median(timed.seconds)
         figures["hardware"] = asdict(measured_hardware(speeds, WORLD_SIZE, ranks.device))
-    (directory / f"{ranks.rank}.json").write_text(json.dumps(figures))
-    end_process_group()
-    return 0
+    return arms.gathered(figures)
 
 
 def warm_up(case: Case, device: torch.device) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.byte_pairs import byte_pair_tokenizer
+from benchmarks.byte_pairs import save_byte_pairs
 from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.training.data.templates import built_in_template
 
@@ -96,18 +96,18 @@ def problem(rng: random.Random) -> tuple[str, str]:
 
 def save_tokenizer(path: Path, texts: Iterable[str]) -> None:
     """A byte-level BPE tokenizer, whose numbers are one token a digit, with the chat template `chatml`."""
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = byte_pair_tokenizer(texts, VOCABULARY, SPECIAL, splits_digits=True)
     end, _, end_of_turn = SPECIAL
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    save_byte_pairs(
+        path,
+        texts,
+        VOCABULARY,
+        SPECIAL,
+        splits_digits=True,
         eos_token=end_of_turn,
         pad_token=end,
         additional_special_tokens=list(SPECIAL),
         chat_template=built_in_template("chatml"),
     )
-    fast.save_pretrained(path)
 
 
 def save_model(path: Path, family: str, seed: int) -> int:

@@ -6,7 +6,7 @@ ranks on this CPU, and prints for each
     loss, norm   by how much the worst step's loss and gradient norm differ, relatively, from those of a loop of
                  transformers (with adapters: of PEFT) in one process
     GiB          memory of a rank at its peak, and by the forecast; what is freed goes back to the system at once
-                 (benchmarks.variants.GIVEN_BACK), but with --default-malloc
+                 (benchmarks.arms.GIVEN_BACK), but with --default-malloc
     s/step       seconds of the last step
 
 then 20 steps of DPO, KTO and distillation, with the loss and the figure by which each is judged, at the first step and
@@ -22,7 +22,6 @@ import math
 import os
 import re
 import shlex
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -34,15 +33,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.demo import ROOT
+from benchmarks import runs
+from benchmarks.arms import GIVEN_BACK, machine, print_rows
 from benchmarks.llama_cpp import prompt
 from benchmarks.practice import make_records
 from benchmarks.real_model import dense_model, moe_model
-from benchmarks.variants import GIVEN_BACK
 from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.moe.util.user_cache import cache_directory
-from expertmesh.training.environment import cpu_model
-from expertmesh.training.planning.columns import Column, open_console, print_table
 
 STEPS, LEARNING_RATE, MAX_GRAD_NORM, RECORDS = 4, 5e-6, 1.0, 4
 SETTINGS = f"--learning-rate {LEARNING_RATE} --lr-scheduler-type constant --max-grad-norm {MAX_GRAD_NORM}"
@@ -128,8 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = moe_model(kept, arguments.experts)
     records = _records(arguments.dataset, RECORDS + arguments.answers)
     print(
-        f"{model}: {arguments.experts} experts; {RECORDS} records a step, {STEPS} steps, one repetition; "
-        f"torch {torch.__version__} on {cpu_model()}, {os.cpu_count()} cores\n"
+        f"{model}: {arguments.experts} experts; {RECORDS} records a step, {STEPS} steps, one repetition; {machine()}\n"
     )
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -146,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             of_both = (f"{values[0]:.4f} to {values[-1]:.4f}" for values in (ran.values("loss"), ran.values(figure)))
             measured, forecast = memory_of(ran)
             lines.append((name, *of_both, figure, f"{measured} ({forecast})"))
-        _print(("", "loss", "judged by", "", "GiB (forecast)"), lines)
+        _print(("", "loss", "judged by", " ", "GiB (forecast)"), lines)
         held_out = records[RECORDS:]
         for base in arguments.bases:
             # minutes each: what is known is told at once
@@ -158,10 +154,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print(names: Sequence[str], rows: Sequence[tuple[str, ...]]) -> None:
-    if rows:
-        columns = [Column(name, [row[at] for row in rows], is_text=at == 0) for at, name in enumerate(names)]
-        print_table(open_console(), columns)
-        print()
+    print_rows([dict(zip(names, row, strict=True)) for row in rows])
+    print()
 
 
 def _records(dataset: Path | None, number: int) -> list[dict[str, str]]:
@@ -302,16 +296,19 @@ def by_command(ranks: int, model: Path, records: Sequence[dict[str, Any]], out: 
         RuntimeError: it failed; with its last lines.
     """
     data = write(records, out.parent / f"{out.name}.jsonl")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["train_ep.py", "--model", str(model), "--dataset", str(data), "--output-dir", str(out)]
-    command += ["--use-cpu", "--verbose", *flags, *["--no-export"] * ("--export" not in flags)]
-    command += ["--save-steps", "0"] * ("--save-steps" not in flags)
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
-    if done.returncode != 0:
-        raise RuntimeError(f"{shlex.join(command)}\n{done.stderr[-6000:]}")
-    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    return Ran(out, done.stdout, [line for line in lines if "warning" not in line])
+    command = [
+        "--model",
+        str(model),
+        "--dataset",
+        str(data),
+        "--output-dir",
+        str(out),
+        "--use-cpu",
+        "--verbose",
+        *flags,
+    ]
+    command += ["--no-export"] * ("--export" not in flags) + ["--save-steps", "0"] * ("--save-steps" not in flags)
+    return Ran(out, runs.trained(ranks, command), runs.lines_of(out))
 
 
 COLUMNS = ("", "loss", "norm", "GiB", "GiB forecast", "s/step")

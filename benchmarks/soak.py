@@ -7,12 +7,10 @@ Prints the slope of each rank's memory over the time after the first quarter. Li
 """
 
 import argparse
-import json
 import os
 import re
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,9 +18,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.chaos import ROOT, environment, kill, last_step, worker_pids
+from benchmarks import runs
+from benchmarks.arms import print_rows, write_json
 from benchmarks.demo import make_inputs
-from expertmesh.moe.util.atomic_write import whole
 from expertmesh.moe.util.terminal import ends_with_reader
 
 SAMPLE_SECONDS = 10.0
@@ -58,10 +56,10 @@ def main() -> int:
         temporary.mkdir()
         make_inputs(directory / "model", directory / "data.jsonl")
         with (directory / "log").open("w") as log:
-            launcher = subprocess.Popen(
-                launch(directory, out, arguments), cwd=ROOT, env={**environment(), "TMPDIR": str(temporary)},
-                stdout=log, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+            # torchrun leaves an empty directory for logs behind unless told where to put it
+            launch = ("--standalone", "--log-dir", str(directory / "logs"))
+            words = runs.words_of(arguments.ranks, flags_of(directory, out, arguments), launch)
+            launcher = runs.start(words, log, TMPDIR=str(temporary))
             try:
                 samples, pids = watch(launcher, out, arguments)
                 launcher.send_signal(signal.SIGTERM)
@@ -70,33 +68,27 @@ def main() -> int:
                 print((directory / "log").read_text()[-3000:], file=sys.stderr)
                 raise
             finally:
-                kill(launcher)
+                runs.kill(launcher)
                 launcher.wait()
         said = (directory / "log").read_text()
         left = left_behind(pids, out, temporary)
         saves = sorted(int(path.name[5:]) for path in (out / "checkpoints").glob("step-*"))
-        steps = last_step(out)
-    if arguments.json is not None:
-        with whole(arguments.json) as partial:
-            partial.write_text(json.dumps([vars(sample) for sample in samples], indent=0))
-    if not re.search("stopped by a signal", said):
+        steps = runs.last_step(out)
+    write_json(arguments.json, [vars(sample) for sample in samples])
+    if "stopped by a signal" not in said:
         print(said[-3000:], file=sys.stderr)
     report(samples, left, steps, saves, arguments)
     return 0 if not left and "stopped by a signal" in said else 1
 
 
-def launch(directory: Path, out: Path, arguments: argparse.Namespace) -> list[str]:
-    # torchrun leaves an empty directory for logs behind unless told where to put it
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--log-dir", str(directory / "logs")]
-    command += ["--nproc-per-node", str(arguments.ranks), "train_ep.py", "--use-cpu"]
-    command += ["--model", str(directory / "model"), "--dataset", str(directory / "data.jsonl")]
-    command += ["--eval-ratio", "0.002", "--eval-steps", str(arguments.save_steps)]
-    command += ["--output-dir", str(out), "--max-steps", "10000000"]
-    command += ["--pp-size", str(arguments.pp_size), "--ep-size", str(arguments.ep_size)]
-    command += ["--tp-size", str(arguments.tp_size), "--gradient-accumulation-steps", str(micro_batches(arguments))]
-    command += ["--per-device-train-batch-size", "4", "--learning-rate", "1e-4", "--logging-steps", "10"]
-    command += ["--save-steps", str(arguments.save_steps), "--save-total-limit", "3"]
-    return command
+def flags_of(directory: Path, out: Path, arguments: argparse.Namespace) -> list[str]:
+    flags = ["--use-cpu", "--model", str(directory / "model"), "--dataset", str(directory / "data.jsonl")]
+    flags += ["--eval-ratio", "0.002", "--eval-steps", str(arguments.save_steps)]
+    flags += ["--output-dir", str(out), "--max-steps", "10000000"]
+    flags += ["--pp-size", str(arguments.pp_size), "--ep-size", str(arguments.ep_size)]
+    flags += ["--tp-size", str(arguments.tp_size), "--gradient-accumulation-steps", str(micro_batches(arguments))]
+    flags += ["--per-device-train-batch-size", "4", "--learning-rate", "1e-4", "--logging-steps", "10"]
+    return [*flags, "--save-steps", str(arguments.save_steps), "--save-total-limit", "3"]
 
 
 def micro_batches(arguments: argparse.Namespace) -> int:
@@ -104,22 +96,20 @@ def micro_batches(arguments: argparse.Namespace) -> int:
     return 1 if arguments.pp_size == 1 else 2 * int(arguments.pp_size)
 
 
-def watch(
-    launcher: "subprocess.Popen[bytes]", out: Path, arguments: argparse.Namespace
-) -> tuple[list[Sample], list[int]]:
+def watch(launcher: runs.Process, out: Path, arguments: argparse.Namespace) -> tuple[list[Sample], list[int]]:
     """Look at the ranks until the time is over; the samples, and the ranks' processes."""
-    while last_step(out) == 0:
+    while runs.last_step(out) == 0:
         if launcher.poll() is not None:
             raise RuntimeError(f"the run ended with {launcher.returncode} before its first step")
         time.sleep(1)
-    pids = worker_pids(launcher.pid)
+    pids = runs.worker_pids(launcher.pid)
     begin, samples = time.monotonic(), []
     while time.monotonic() < begin + 60 * arguments.minutes:
         if launcher.poll() is not None:
             raise RuntimeError(f"the run ended with {launcher.returncode} after {time.monotonic() - begin:.0f} s")
         samples.append(look(pids, out, time.monotonic() - begin))
         if len(samples) % 60 == 0:
-            print(f"{samples[-1].seconds / 60:.0f} min: step {last_step(out)}, {samples[-1]}", flush=True)
+            print(f"{samples[-1].seconds / 60:.0f} min: step {runs.last_step(out)}, {samples[-1]}", flush=True)
         time.sleep(SAMPLE_SECONDS)
     return samples, pids
 
@@ -153,9 +143,8 @@ def open_files(pid: int) -> list[str]:
 
 def left_behind(pids: list[int], out: Path, temporary: Path) -> list[str]:
     """What should be gone."""
-    known = re.compile(r"best|step-\d+")
     left = [f"process {pid}" for pid in pids if Path(f"/proc/{pid}").exists()]
-    left += [str(path) for path in (out / "checkpoints").iterdir() if not known.fullmatch(path.name)]
+    left += [str(path) for path in (out / "checkpoints").iterdir() if not runs.CHECKPOINTS.fullmatch(path.name)]
     return left + [str(path) for path in temporary.iterdir()]
 
 
@@ -174,17 +163,23 @@ def report(samples: list[Sample], left: list[str], steps: int, saves: list[int],
         f"{minutes:.1f} minutes, {steps} steps, a save and an evaluation every {arguments.save_steps} steps, that is "
         f"every {interval:.0f} s; checkpoints kept: {saves}"
     )
-    print("rank  own memory, MB: at first  after a quarter  at the end    MB an hour  files  threads  listening ports")
+    rows = []
     for rank in range(arguments.ranks):
         memory = [sample.memory[rank] for sample in settled]
         tenth = max(len(memory) // 10, 1)
-        columns = ([getattr(sample, name)[rank] for sample in settled] for name in ("files", "threads", "ports"))
-        files, threads, ports = (f"{min(column)}-{max(column)}" for column in columns)
-        print(
-            f"{rank:4}  {samples[0].memory[rank]:25.1f}  {statistics.median(memory[:tenth]):15.1f}  "
-            f"{statistics.median(memory[-tenth:]):10.1f}  {slope(seconds, memory):+12.2f}  "
-            f"{files:>5}  {threads:>7}  {ports:>15}"
+        rows.append(
+            {
+                "rank": rank,
+                "own memory, MB:\nat first": f"{samples[0].memory[rank]:.1f}",
+                "after a\nquarter": f"{statistics.median(memory[:tenth]):.1f}",
+                "at the\nend": f"{statistics.median(memory[-tenth:]):.1f}",
+                "MB an hour": f"{slope(seconds, memory):+.2f}",
+            }
         )
+        for name in ("files", "threads", "ports"):
+            counts = [getattr(sample, name)[rank] for sample in settled]
+            rows[-1][name] = f"{min(counts)}-{max(counts)}"
+    print_rows(rows)
     outputs = [sample.outputs for sample in settled]
     print(
         f"files in the output directory: {min(outputs)} to {max(outputs)}; left behind: {', '.join(left) or 'nothing'}"

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.chaos import Run
+from benchmarks.runs import Run
 from tests.distributed.pool import RankPool
 from tests.distributed.whole_runs import run_main
 

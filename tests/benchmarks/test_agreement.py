@@ -1,10 +1,11 @@
 """Benchmarks abort when a variant has computed something else than the first: a value that is off, or that is none."""
 
 import argparse
-import contextlib
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,50 +14,93 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import dispatch, experts, long_rows, pipeline, three_d
+from benchmarks import arms, experts
+from benchmarks.arms import Arm, ArmFailed, Figures, Took, take_turns
 
 UNLIKE = {"off": [2.0, 1.1], "NaN": [2.0, math.nan], "NaN at first": [math.nan, 1.0], "infinite": [2.0, math.inf]}
-NONE: Any = argparse.Namespace()
-SPENT = {"cpu_seconds": [[1.0]], "activations": 1}
-
-REPORTS: dict[str, Callable[[list[float], list[float]], None]] = {
-    "dispatch": lambda first, other: dispatch.print_table(
-        {name: {"loss": other if number else first} for number, name in enumerate(dispatch.VARIANTS)}, NONE
-    ),
-    "long rows": lambda first, other: long_rows.print_figures(
-        {"setting": "", "lengths": {"8": {"1": {"losses": first, **SPENT}, "2": {"losses": other, **SPENT}}}}
-    ),
-    "three axes": lambda first, other: three_d.print_figures(
-        {"1": [{"losses": first}], "2": [{"losses": other}]}, NONE
-    ),
-}
+AGREE = [2.0, 1.0]
 
 
-@pytest.mark.parametrize("name", REPORTS)
-def test_other_losses_abort(name: str) -> None:
-    for other in UNLIKE.values():
-        for pair in ([2.0, 1.0], other), (other, [2.0, 1.0]):
-            with pytest.raises((SystemExit, RuntimeError), match=r"off by|differ"):
-                REPORTS[name](*pair)
+def command(first: list[float], other: list[float]) -> int:
+    """The exit code where arms have these losses, in one round."""
+    losses = {"first": first, "other": other}
+
+    def start(module: str, argv: Any, ranks: int, directory: Path, arm: str) -> Any:
+        return asdict(Figures(losses[arm]))
+
+    arguments = argparse.Namespace(worker=None, json=None, rounds=1)
+    return arms.command(
+        "benchmarks.layouts",
+        arguments,
+        [],
+        [Arm("first"), Arm("other")],
+        save_model=lambda path: None,
+        measure=lambda arm, model: Figures(),
+        report=lambda rounds: print(f"shown: {', '.join(rounds)}"),
+        tolerance=1e-5,
+        start=start,
+    )
+
+
+@pytest.mark.parametrize("unlike", UNLIKE)
+def test_other_losses_abort(unlike: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for pair in (AGREE, UNLIKE[unlike]), (UNLIKE[unlike], AGREE):
+        assert command(*pair) == 1
+        told = capsys.readouterr()
+        assert "aborted: other, round 1, step" in told.err or "aborted: first, round 1, step" in told.err
+        assert "shown" not in told.out
+
+
+def test_losses_that_agree_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(AGREE, [2.0, 1.000001]) == 0
+    assert "shown: first, other" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"shorter|longer"):
-        REPORTS[name]([2.0, 1.0], [2.0])
-    # these agree: figures are printed, or those that are not given here are asked for
-    with contextlib.suppress(AttributeError):
-        REPORTS[name]([2.0, 1.0], [2.0, 1.0])
+        command(AGREE, [2.0])
 
 
-@pytest.mark.parametrize("loss", [1.1, math.nan, math.inf])
-def test_other_losses_of_pipelines_abort(
-    loss: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def take_turn(pp_size: int, directory: Path) -> dict[str, Any]:
-        return {"loss": 1.0 if pp_size == 1 else loss}
+def test_arms_take_turns() -> None:
+    """Round after round; what only warms up is not kept, and an arm that fails is left out, and no other."""
+    turns: list[tuple[str, int]] = []
 
-    saved = SimpleNamespace(save_pretrained=lambda path: None)
-    monkeypatch.setattr(pipeline, "take_turn", take_turn)
-    monkeypatch.setattr(pipeline, "random_mixtral", lambda *arguments, **more: saved)
-    assert pipeline.main(["--rounds", "1"]) == 1
-    assert f"the losses differ: [1.0, {loss}]" in capsys.readouterr().err
+    def turn(name: str) -> Callable[[int], int]:
+        def take(number: int) -> int:
+            turns.append((name, number))
+            if (name, number) == ("b", 0):
+                raise ArmFailed("no memory")
+            return number
+
+        return take
+
+    taken = take_turns({name: turn(name) for name in "abc"}, 2, warm_up=1, may_fail=ArmFailed)
+    assert turns == [("a", -1), ("b", -1), ("c", -1), ("a", 0), ("b", 0), ("c", 0), ("a", 1), ("c", 1)]
+    assert (taken.found, taken.failed) == ({"a": [0, 1], "c": [0, 1]}, {"b": "no memory"})
+    with pytest.raises(ArmFailed):
+        take_turns({"b": turn("b")}, 1)
+
+
+def test_steps_are_timed_after_those_that_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each all ranks' use of the CPU; the first one may be counted, and is then not timed."""
+    made = iter(range(9))
+
+    def timed(step: Callable[[], float], device: torch.device) -> list[Took[float]]:
+        number = step()
+        return [Took(10 + number, 0.25, 0.125, 7.0, number)]
+
+    monkeypatch.setattr(arms, "timed", timed)
+    monkeypatch.setattr(arms, "gathered", lambda value: [value, value])
+    figures = arms.steps_of(lambda: float(next(made)), 2, torch.device("cpu"), warm_up=2)
+    assert figures.losses == [0, 1, 2, 3]
+    assert (figures.seconds, figures.cpu, figures.cpu_seconds) == ([12, 13], [[0.25, 0.25]] * 2, [0.5, 0.5])
+    within: list[str] = []
+
+    @contextmanager
+    def counting() -> Iterator[None]:
+        within.append("begun")
+        yield
+        within.append(f"ended after loss {next(made) - 1}")
+
+    assert arms.steps_of(lambda: float(next(made)), 1, torch.device("cpu"), first_within=counting()).losses == [4, 6]
+    assert within == ["begun", "ended after loss 4"]
 
 
 CHANGES: tuple[Callable[[Tensor], Tensor], ...] = (

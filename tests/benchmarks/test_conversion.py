@@ -1,4 +1,4 @@
-"""The benchmark of conversion runs, and each rank reads of the shards what its own rows weigh."""
+"""The benchmark of conversion runs."""
 
 import json
 from pathlib import Path
@@ -9,24 +9,11 @@ from benchmarks import conversion
 
 
 @pytest.mark.release
-def test_each_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(conversion, "SETTLE_SECONDS", 0)
-    flags = ["--gigabytes", "0.01", "--rounds", "1", "--caches", "warm", "--ep-size", "1"]
-    assert conversion.main([*flags, "--directory", str(tmp_path), "--json", str(tmp_path / "figures.json")]) == 0
-    assert "1 rounds, variants interleaved, medians" in capfd.readouterr().out
-    figures = json.loads((tmp_path / "figures.json").read_text())
-    assert figures["warm"]["cp -r"]["ratio_to_cp"] == 1
-    assert all(figures["warm"][variant]["gb_per_second"] > 0 for variant in ("convert", "export"))
-    (read,) = figures["startup"]
-    assert 1 <= read["read"] / read["needed"] < 1.01
-
-
-@pytest.mark.release
 def test_what_each_tensor_costs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(conversion, "SETTLE_SECONDS", 0)
-    flags = ["--tensors", "--layers", "2", "--experts", "8", "--wider", "2", "--rounds", "1"]
+    flags = ["--layers", "2", "--experts", "8", "--wider", "2", "--rounds", "1"]
     assert conversion.main([*flags, "--directory", str(tmp_path), "--json", str(tmp_path / "figures.json")]) == 0
     assert "2 layers of 8 experts, width 128" in capfd.readouterr().out
     figures = json.loads((tmp_path / "figures.json").read_text())

@@ -1,6 +1,7 @@
 """benchmarks.faults in its short form: each fault ends as it should, and going on gives the undisturbed weights."""
 
 import random
+import re
 import subprocess
 import sys
 import time
@@ -10,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import faults
-from benchmarks.chaos import Run, worker_pids
 from benchmarks.network import can_make_networks
+from benchmarks.runs import Run, worker_pids
 
 RANK = "import time; time.sleep(60); print('was not ended')"
 LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
@@ -45,7 +46,27 @@ def test_between_stages(printed_by: Callable[[list[str]], str]) -> None:
     flags = ["--faults", "die-sending", "hang-receiving", "--pp-size", "2", "--times", "1", "--ranks", "2"]
     printed = printed_by([*flags, "--steps", "6"])
     assert "the others say in which stage they lost it" in printed
-    assert "every rank reports where it hangs, the stage included" in printed
+    assert "every rank reports where it hangs, --ddp-timeout 30, the stage included" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("axis", "num_ranks", "more"),
+    [
+        ("cp", 2, ""),
+        pytest.param("pp", 4, "", marks=pytest.mark.release),
+        pytest.param("ep", 2, "--task dpo --kills 20 --steps 60", marks=pytest.mark.release),
+        pytest.param("ep", 2, "--task kto --kills 3", marks=pytest.mark.release),
+    ],
+)
+def test_killed_ranks_lose_nothing(
+    printed_by: Callable[[list[str]], str], axis: str, num_ranks: int, more: str
+) -> None:
+    """A run whose ranks are killed ends with the weights of one that is left alone, and its metrics are complete."""
+    flags = ["--faults", "die-again", "--times", "1", "--kills", "2", "--steps", "12", "--ranks", str(num_ranks)]
+    printed = printed_by([*flags, f"--{axis}-size", "2", *more.split()])
+    kills = (re.findall(r"--kills (\d+)", more) or ["2"])[0]
+    assert f"| 1 | {kills} kills, it resumes by itself each time | | 0.0e+00 |" in re.sub(" +", " ", printed)
 
 
 @pytest.mark.slow

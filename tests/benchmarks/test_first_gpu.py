@@ -58,8 +58,8 @@ def test_its_steps_run_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_every_gpu_step_has_one_on_the_cpu(tmp_path: Path) -> None:
-    steps = first_gpu.gpu_steps(tmp_path)
-    assert [step.name for step in steps] == [step.name for step in first_gpu.cpu_steps(tmp_path)]
+    steps = first_gpu.steps_of(tmp_path)
+    assert [step.name for step in steps] == [step.name for step in first_gpu.steps_of(tmp_path, True)]
     parts = [part.name for step in steps for part in step.parts]
     assert len(set(parts)) == len(parts)
     # a quarter of an hour has all but tables and what they need to begin
@@ -72,7 +72,7 @@ def test_every_gpu_step_has_one_on_the_cpu(tmp_path: Path) -> None:
 
 def test_a_card_that_is_not_here_is_forecast_and_judged_as_its_own_steps_are(tmp_path: Path) -> None:
     """By the same commands, but that no step is computed."""
-    there, here = first_gpu.gpu_steps(tmp_path), first_gpu.cpu_steps(tmp_path, "nvidia-h200")
+    there, here = first_gpu.steps_of(tmp_path), first_gpu.steps_of(tmp_path, True, "nvidia-h200")
     for name in first_gpu.RECIPES:
         (own,), (forecast,) = ([step for step in steps if step.name == name] for steps in (there, here))
         assert (forecast.title, forecast.expected) == (own.title, own.expected)
@@ -89,7 +89,7 @@ def test_flags_reach_the_steps_and_the_results(tmp_path: Path, monkeypatch: pyte
     assert first_gpu.main(flags) == first_gpu.CALL_AGAIN
     one, other = (
         [part.command for step in steps for part in step.parts]
-        for steps in (begun, first_gpu.cpu_steps(out, "nvidia-h200"))
+        for steps in (begun, first_gpu.steps_of(out, True, "nvidia-h200"))
     )
     assert one == other
     assert "nvidia-h200" in json.loads((results / "first_gpu.json").read_text())["machine"]["device"]
@@ -243,7 +243,7 @@ def test_what_the_preflight_found_missing_is_not_tried(tmp_path: Path, monkeypat
         state, step = State(MACHINE), step_of(part)
         assert call(step, state, out, 60, monkeypatch) == verdict
         assert (said or "tried") in (out / "part.log").read_text()
-    checks = {part.needs for step in first_gpu.gpu_steps(tmp_path) for part in step.parts}
+    checks = {part.needs for step in first_gpu.steps_of(tmp_path) for part in step.parts}
     assert checks - {""} <= preflight.CHECKS.keys()
 
 
@@ -485,7 +485,7 @@ def test_the_judgement_of_recorded_results(tmp_path: Path, name: str, content: A
 def test_every_step_has_a_judgement_that_was_tested(tmp_path: Path) -> None:
     """By the function that judges: `passed` is that of three steps."""
     tested = {read.__qualname__ for read, _, _ in RIGHT_AND_WRONG.values()}
-    assert {step.read.__qualname__ for step in first_gpu.gpu_steps(tmp_path)} == tested
+    assert {step.read.__qualname__ for step in first_gpu.steps_of(tmp_path)} == tested
 
 
 def test_idle_time_is_what_no_stream_fills() -> None:

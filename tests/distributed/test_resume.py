@@ -20,7 +20,7 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from benchmarks.chaos import is_complete
+from benchmarks.runs import is_complete
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
 from expertmesh.checkpoints.training_state import marker, saving
 from expertmesh.checkpoints.training_state.marker import read_marker

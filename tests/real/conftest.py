@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
+from benchmarks.arms import GIVEN_BACK
 from benchmarks.real import RECORDS, Batch, Ran, made_up, memory_of
 from benchmarks.real_model import moe_model
-from benchmarks.variants import GIVEN_BACK
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.user_cache import cache_directory
 
