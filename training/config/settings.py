@@ -389,13 +389,11 @@ class DataSettings:
     stopping_strategy: StoppingStrategy = _flag(
         "first_exhausted",
         "Where a mixture by weights ends: when the first data set is used up, or when all are, which repeats others",
-        excludes=[
-            (
-                lambda config: config.stopping_strategy == "all_exhausted" and config.eval_ratio > 0,
-                "--stopping-strategy all_exhausted: repeats records, of which --eval-ratio would hold out some; give "
-                "--eval-dataset",
-            ),
-        ],
+        excludes=(
+            "eval_ratio",
+            "--stopping-strategy all_exhausted: repeats records, of which --eval-ratio would hold out some; give "
+            "--eval-dataset",
+        ),
         is_later=True,
     )
     dataset_config: str = _flag(

@@ -312,7 +312,10 @@ def _partners(prompts: Tensor, shift: int) -> Tensor:
 
 
 def column_of(dataset: Any, name: str) -> Tensor:
-    values = dataset.with_format("numpy")[name][:]
+    # `dataset[name]` would copy all that is known of all columns, which takes milliseconds
+    values = dataset.data.column(name).to_numpy()
+    if dataset._indices is not None:  # some of the rows, or in another order
+        values = values[dataset._indices.column(0).to_numpy()]
     return torch.tensor(values, dtype=torch.int64)
 
 
@@ -352,7 +355,8 @@ def mix(flag: str, specs: list[DatasetSpec], parts: list[Samples], seed: int, re
         numbers = numbers_used([len(part) for part in parts], [spec.weight or 1 for spec in specs], repeats)
         parts = [_take(part, n, seed + i) for i, (part, n) in enumerate(zip(parts, numbers, strict=True))]
     origins = [origin for part in parts for origin in part.origins]
-    mixed = type(parts[0])(datasets.concatenate_datasets([part.dataset for part in parts]), origins)
+    tables = [part.dataset for part in parts]
+    mixed = type(parts[0])(datasets.concatenate_datasets(tables) if len(tables) > 1 else tables[0], origins)
     mixed.sources = torch.arange(len(parts)).repeat_interleave(torch.tensor([len(part) for part in parts]))
     return mixed
 
