@@ -79,7 +79,7 @@ def ours(
 
     with mock.patch.object(GlooAllGather, "__call__", counting):
         found = generate(model.train(), prompts, new_tokens, eos, this_rank(), per_device)
-    assert [gathered[id(each)] for each in dense] == [int(topology.world_size > 1)] * len(dense)
+    assert [gathered[id(each)] for each in dense] == [int(topology.ranks_per_stage > 1)] * len(dense)
     return found
 
 

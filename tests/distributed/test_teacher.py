@@ -210,6 +210,6 @@ def test_what_is_refused(runs: Runs, models: dict[str, Path], tmp_path: Path) ->
         (f"--teacher {other}", "4 tokens differ in its tokenizer and the student's"),
         (f"--teacher {models['teacher']} --teacher-top-k 100000", "--teacher-top-k 100000"),
         (f"--teacher {models['teacher']} --teacher-weight 0", "--teacher-weight 0.0: must be more than 0"),
-        (f"--teacher {models['teacher']} --task dpo", "--teacher: --task dpo does not read it"),
+        (f"--teacher {models['teacher']} --task dpo", f"--teacher {models['teacher']}: --task dpo does not read it"),
     ):
         runs.refuses(1, f"{given} --max-steps 1", said)

@@ -166,7 +166,7 @@ def test_plan_rehearse_and_a_run_ask_for_one_dry_run(
         lengths=lengths, longest=lengths, targets=lengths - 1, kind=CONVERSATIONS, most_image_tokens=0
     )
     inputs: Any = SimpleNamespace(training=Rows(samples))  # type: ignore[arg-type]
-    kernel: Any = SimpleNamespace(kernel=SimpleNamespace(entry=SimpleNamespace(recorded_as="torch-grouped")))
+    kernel: Any = SimpleNamespace(kernel=SimpleNamespace(recorded_as="torch-grouped"))
     ranks = Ranks(0, 2, torch.device("cuda"), None)  # type: ignore[arg-type]
     own = rank_memory._asked(config.topology(2), kernel, config, inputs, ranks, BatchMaker())
     held = rank_memory._forecast(open_source(model), own)

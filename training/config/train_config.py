@@ -276,7 +276,7 @@ SETTINGS = {setting.name: setting for setting in fields(TrainConfig)}
 
 def _hint(setting: Field[Any]) -> Any:
     """The type of a field's values; of a choice any text, as a run of another release may have recorded others."""
-    kind = setting.type if is_switch(setting) else value_type(setting)
+    kind: Any = setting.type if is_switch(setting) else value_type(setting)
     kind = str if get_origin(kind) is Literal else kind
     return kind | None if setting.default is None else kind
 
