@@ -157,16 +157,19 @@ class Job:
     def is_over(self) -> bool:
         return self.facts["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
-    def begin_again(self) -> None:
-        """Once it has been requeued, without the two minutes that Slurm leaves a job to rest."""
+    def wait_for_requeue(self) -> None:
         self.slurm.wait("a job that is requeued", lambda: self.facts["Restarts"] == "1" or self.is_over())
         assert not self.is_over(), self.said
+
+    def begin_again(self) -> None:
+        """Once it has been requeued, without the two minutes that Slurm leaves a job to rest."""
+        self.wait_for_requeue()
         self.slurm.wait("its place in the queue", lambda: self.facts["JobState"] == "PENDING")
         # sooner, it would meet signals that were sent to what it was before
         self.slurm.told(f"scontrol update JobId={self.number} StartTime=now+20seconds")
 
     def ends(self) -> dict[str, str]:
-        self.slurm.wait("the end of a job", self.is_over, seconds=240.0)
+        self.slurm.wait("the end of a job", self.is_over, seconds=360.0)
         return self.facts
 
 

@@ -140,7 +140,8 @@ def test_a_node_that_is_lost(run: Run) -> None:
     run.slurm.lose(NODES[1])
     run.slurm.wait("a lost node", lambda: job.facts["JobState"] != "RUNNING")
     run.slurm.start_node(NODES[1])
-    job.begin_again()
+    # not sooner than Slurm itself begins it: a node that comes back is first told to end what it had
+    job.wait_for_requeue()
     run.check_complete(job)
 
 

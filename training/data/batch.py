@@ -656,7 +656,7 @@ def _spans(lengths: Sequence[Sequence[int]], run: slice) -> tuple[range, ...]:
 
 
 def _segments(lengths: Sequence[Sequence[int]], length: int) -> tuple[int, ...]:
-    """BatchMaker in segments no longer than the longest sample, so that it reaches nothing that no sample does, such as
+    """Padding in segments no longer than the longest sample, so that it reaches nothing that no sample does, such as
     what compresses so many tokens to one."""
     longest = max(itertools.chain([1], *lengths))
     segments: list[int] = []
