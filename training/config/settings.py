@@ -1384,6 +1384,7 @@ class AdapterSettings:
         "base",
         "Dtype of the merged model; base: as in --model. float32 keeps small LoRA deltas, which bfloat16 rounds away",
         _MERGES,
+        _EXPORTS,
         of=_FILES,
         moves=Moves.EXPORT,
         excludes=(
