@@ -331,6 +331,22 @@ def test_another_run_is_not_resumed(
         runs(1, f"{flags} --allow-changed {allowed}")
 
 
+def test_a_mixture_goes_on(runs: Runs, tmp_path: Path) -> None:
+    """To the bit, with records that are repeated; and no mixture by other weights is taken for it."""
+    rows = runs.data.read_text().splitlines(keepends=True)
+    for name, part in (("many", rows[:40]), ("few", rows[40:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(part))
+    mixed = f"--dataset {tmp_path}/many.jsonl:0.6 {tmp_path}/few.jsonl:0.4 --stopping-strategy all_exhausted"
+    flags = f"{mixed} {SIX_STEPS} {batch_of_12(1)}"
+    whole = runs(1, flags, "whole")
+    assert "10 rows, 27 used, some repeatedly, because of its weight" in whole.printed
+    stop_at_checkpoint(whole.out, tmp_path / "run")
+    runs.refuses(1, f"{flags.replace(':0.6', ':0.5')} --resume auto", "other data")
+    resumed = runs(1, f"{flags} --resume auto")
+    assert resumed.values("loss") == whole.values("loss")
+    assert_same_bits(resumed.weights, whole.weights)
+
+
 def run_otherwise(argv: list[str]) -> Told:
     """A run with a transformers for which nothing beside experts is held transposed."""
     with mock.patch("expertmesh.moe.hf_model.build.hold_transposed"):
