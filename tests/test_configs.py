@@ -462,10 +462,14 @@ if how == "fails":  # the other is taken down
         raise SystemExit(2)
     time.sleep(3)
 time.sleep(int(rank))  # the second rank is done a second after the first
-if how == "saves":
+if how in ("saves", "loses a rank"):
     step = out / "checkpoints" / "step-00000002"
     step.mkdir(parents=True, exist_ok=True)
     (step / "checkpoint.json").write_text("")
+if how == "loses a rank":
+    if rank == "1":
+        os.kill(os.getpid(), 9)
+    time.sleep(3)
 Path(f"done-{rank}").touch()
 raise SystemExit(75)
 """
@@ -483,6 +487,7 @@ raise SystemExit(75)
             False,
             "ended with 75, and no checkpoint was saved in this job",
         ),
+        ("loses a rank", {}, 137, True, ""),
         ("fails", {}, 2, False, ""),
         ("a mistake", {}, 2, False, "train_ep.py: error: --weight-column w: --task dpo"),
     ],
