@@ -20,7 +20,7 @@ pytestmark = pytest.mark.release
 
 PACKAGES = ("ray==2.60.0", "msgpack", "jsonschema", "jsonschema-specifications", "attrs", "referencing", "rpds-py")
 """Ray, and what it needs of what we have not."""
-STEPS, SECONDS = 400, 300.0
+STEPS, SECONDS = 100, 600.0
 
 
 @pytest.fixture(scope="module")
