@@ -34,6 +34,7 @@ from expertmesh.training.planning.planner.pipelines import dry_run_pipeline, pip
 from expertmesh.training.planning.planner.search import Plan, forecast
 from expertmesh.training.planning.rehearsal import rehearse_command
 from expertmesh.training.planning.tables import launch_line, speed
+from tests.processes import free_ports
 from tests.published.models import CONFIGS as PUBLISHED_CONFIGS
 from tests.sharding.planned import launched
 
@@ -380,19 +381,10 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "PATH": path, "OMP_NUM_THREADS": "1", **more}
 
 
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @pytest.mark.release
 def test_torchrun_script(flags: list[str], tmp_path: Path) -> None:
     command = ["bash", str(ROOT / "configs/launch/torchrun.sh"), *flags, "--output-dir", str(tmp_path / "out")]
-    settings = environment(GPUS_PER_NODE="2", PORT=str(free_port()))
+    settings = environment(GPUS_PER_NODE="2", PORT=str(*free_ports(1)))
     done = subprocess.run(command, cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert " 2/2 " in done.stdout
@@ -427,7 +419,11 @@ def slurm(tmp_path: Path) -> Callable[..., tuple[subprocess.CompletedProcess[str
     for name, text in (("srun", FAKE_SRUN), ("scontrol", FAKE_SCONTROL)):
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
-    job = {"SLURM_JOB_ID": str(free_port() - 20000), "SLURM_JOB_NODELIST": "n[1-2]", "CALLS": str(tmp_path / "calls")}
+    job = {
+        "SLURM_JOB_ID": str(free_ports(1)[0] - 20000),
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "CALLS": str(tmp_path / "calls"),
+    }
 
     def run(root: Path, flags: list[str], **more: str) -> tuple[subprocess.CompletedProcess[str], str]:
         settings = environment(**job, **more, SLURM_SUBMIT_DIR=str(root), PYTHONPATH=str(ROOT / ".package"))

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.distributed.whole_runs import ROOT
+from tests.processes import free_ports
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "unshare")
 NODES = ("127.0.0.2", "127.0.0.3")
@@ -171,14 +172,3 @@ class Job:
     def ends(self) -> dict[str, str]:
         self.slurm.wait("the end of a job", self.is_over, seconds=360.0)
         return self.facts
-
-
-def free_ports(number: int) -> list[int]:
-    """That nobody listens at."""
-    sockets = [socket.socket() for _ in range(number)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports

@@ -5,16 +5,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-from benchmarks.real_model import lock, make
-from expertmesh.moe.util.errors import ExpertMeshError
 from tests.distributed.whole_runs import ROOT, lines
-from tests.real.conftest import KEPT
+from tests.processes import processes
+from tests.real.conftest import kept_packages
 
 pytestmark = pytest.mark.release
 
@@ -26,24 +24,14 @@ STEPS, SECONDS = 100, 600.0
 @pytest.fixture(scope="module")
 def environment() -> dict[str, str]:
     """With Ray, from the user's cache."""
-    try:
-        with lock(KEPT):
-            if not (packages := KEPT / "ray").exists():
-                make(packages, [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", *PACKAGES, "--target"])
-    except ExpertMeshError as error:
-        pytest.skip(f"no Ray: {error}")
+    packages = kept_packages("ray", "--no-deps", *PACKAGES)
     paths = os.pathsep.join([str(packages), str(ROOT / ".package")])
     return {**os.environ, "PYTHONPATH": paths, "RAY_DEDUP_LOGS": "0"}
 
 
-def workers() -> Iterator[int]:
+def workers() -> set[int]:
     """Process ids of Ray Train's workers."""
-    for directory in Path("/proc").iterdir():
-        try:
-            if directory.name.isdigit() and (directory / "cmdline").read_bytes().startswith(b"ray::RayTrainWorker"):
-                yield int(directory.name)
-        except OSError:  # it has ended
-            continue
+    return {each.number for each in processes() if each.words[0].startswith("ray::RayTrainWorker")}
 
 
 def command(settings: Path, *flags: str) -> list[str]:
@@ -63,14 +51,14 @@ def settings(tmp_path: Path, tiny_model: Path, tiny_data: Path) -> Path:
 def test_a_worker_that_is_killed(environment: dict[str, str], settings: Path, tmp_path: Path) -> None:
     """All workers begin again, and go on from the newest checkpoint."""
     out = tmp_path / "out"
-    before = set(workers())
+    before = workers()
     with (tmp_path / "said").open("w") as said:
         run = subprocess.Popen(command(settings), env=environment, cwd=tmp_path, stdout=said, stderr=said)
         try:
             end = time.monotonic() + SECONDS
             while not any((out / "checkpoints").glob("step-*/checkpoint.json")) and time.monotonic() < end:
                 time.sleep(0.1)
-            os.kill(max(set(workers()) - before), signal.SIGKILL)
+            os.kill(max(workers() - before), signal.SIGKILL)
             code = run.wait(SECONDS)
         finally:
             run.terminate()

@@ -10,6 +10,7 @@ import yaml
 
 from tests.cluster.slurm import NODES, Job, Slurm, missing
 from tests.distributed.whole_runs import lines
+from tests.processes import processes
 from tests.tiers import tiered
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
@@ -83,19 +84,12 @@ def run(slurm: Slurm, tmp_path: Path, tiny_model: Path, tiny_data: Path) -> Run:
 
 def ranks_on(node: str) -> list[int]:
     """Process ids of ranks of a node, by the number that Slurm has given it."""
-    found = []
-    for directory in Path("/proc").iterdir():
-        if not directory.name.isdigit():
-            continue
-        try:
-            words = (directory / "cmdline").read_bytes().split(b"\0")
-            settings = (directory / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        of_node = f"SLURM_NODEID={NODES.index(node)}".encode()
-        if words[0].endswith(b"python") and b"train_ep.py" in words[1] and of_node in settings:
-            found.append(int(directory.name))
-    return found
+    of_node = f"SLURM_NODEID={NODES.index(node)}"
+    return [
+        each.number
+        for each in processes()
+        if each.words[0].endswith("python") and "train_ep.py" in each.words[1] and of_node in each.settings
+    ]
 
 
 @pytest.mark.release

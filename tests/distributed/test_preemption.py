@@ -5,7 +5,6 @@ import importlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -30,6 +29,7 @@ from tests.distributed.whole_runs import (
     tell,
     tell_with_forecast,
 )
+from tests.processes import free_ports
 from tests.tiers import tiered
 
 PLACES = {
@@ -286,7 +286,7 @@ def test_the_launcher_ends_with_75(phase: str, number: int, saved: list[int], ru
 def test_one_rank_of_several_is_asked(phase: str, asked: int, saved: list[int], runs: Runs, tmp_path: Path) -> None:
     """As srun starts them, without torchrun: whoever is not asked learns of it, be it from the rank with the store."""
     command = [sys.executable, *command_of(phase, tmp_path / "mark", runs, f"--ep-size 2 {EVALUATES}")]
-    port = str(free_port())
+    (port,) = map(str, free_ports(1))
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [begin(command, tmp_path, RANK=rank, LOCAL_RANK=rank, **common) for rank in ("0", "1")]
     codes, seconds, said = ended(ranks, tmp_path / "mark.0", lambda: ranks[asked].send_signal(signal.SIGUSR1))
@@ -320,9 +320,3 @@ def is_at_work(process: int) -> bool:
         return "(zombie)" not in Path(f"/proc/{process}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

@@ -1,5 +1,6 @@
 """A real model, upcycled (benchmarks/real_model.py), and what transformers makes of it."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,12 +9,27 @@ from filelock import FileLock
 
 from benchmarks.arms import GIVEN_BACK
 from benchmarks.real import RECORDS, Batch, Ran, made_up, memory_of
-from benchmarks.real_model import moe_model
+from benchmarks.real_model import lock, make, moe_model
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.user_cache import cache_directory
 
 KEPT = cache_directory("real")
 """The user's own cache, which tests have another of."""
+
+
+def kept_packages(name: str, *install: str) -> Path:
+    """Packages of PyPI, in the user's cache; a test is skipped where they cannot be had.
+
+    Args:
+        install: arguments of `pip install`.
+    """
+    try:
+        with lock(KEPT):
+            if not (packages := KEPT / name).exists():
+                make(packages, [sys.executable, "-m", "pip", "install", "--quiet", *install, "--target"])
+    except ExpertMeshError as error:
+        pytest.skip(f"no {name}: {error}")
+    return packages
 
 
 @pytest.fixture(scope="session")

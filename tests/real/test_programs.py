@@ -14,10 +14,9 @@ from transformers import AutoTokenizer
 
 from benchmarks.llama_cpp import LlamaCpp, llama_cpp, prompt
 from benchmarks.real import ROWS, Batch, Trained, loaded, run
-from benchmarks.real_model import lock, make
 from expertmesh.moe.util.errors import ExpertMeshError
 from tests.checkpoints.commands import run as run_command
-from tests.real.conftest import KEPT
+from tests.real.conftest import KEPT, kept_packages
 from tests.rounding import OTHER_ORDER
 from tests.test_readmes import DOCS, blocks, commands
 
@@ -62,13 +61,7 @@ def test_the_same_words_in_llama_cpp(program: LlamaCpp, real_model: Path, batch:
 @pytest.fixture(scope="module")
 def lm_eval() -> Path:
     """The packages of lm-eval, in the user's cache."""
-    try:
-        with lock(KEPT):
-            if not (packages := KEPT / "lm-eval").exists():
-                make(packages, [sys.executable, "-m", "pip", "install", "--quiet", LM_EVAL, "--target"])
-    except ExpertMeshError as error:
-        pytest.skip(f"no lm-eval: {error}")
-    return packages
+    return kept_packages("lm-eval", LM_EVAL)
 
 
 @pytest.mark.release
