@@ -10,8 +10,9 @@ What a family can do is read from its class: from the arguments of its forward, 
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -129,9 +130,27 @@ def see_images(model: Any, paths: Sequence[str]) -> None:
         len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ()),
     )
     begin_change(model, "images")
+    for path in paths:
+        for module in model.get_submodule(path).modules():
+            if isinstance(module, nn.Conv2d | nn.Conv3d) and _is_one_product(module):
+                vars(module)["forward"] = partial(_of_patches, module, module.forward)
     inner.get_image_features = _FeaturesHere(inner.get_image_features, facts.inputs)
     inner.register_forward_hook(_without_graph)
     model.get_input_embeddings().register_forward_hook(_TakingGradients(model))
+
+
+def _is_one_product(conv: nn.Conv2d | nn.Conv3d) -> bool:
+    """Whether of an input as large as its kernel a convolution computes one product of matrices."""
+    return conv.groups == 1 and not any(conv.padding) and set(conv.dilation) == {1}
+
+
+def _of_patches(conv: nn.Conv2d | nn.Conv3d, forward: Callable[[Tensor], Tensor], pixels: Tensor) -> Tensor:
+    """A convolution's forward, of patches that are as large as its kernel: as one product. For the gradients of bf16
+    kernels of three dims cuDNN has no engine, or a slow one (tao-core#29; sglang-omni#539: 3.7 s a call on an H100)."""
+    if pixels.shape[2:] != conv.kernel_size:
+        return forward(pixels)
+    features = nn.functional.linear(pixels.flatten(1), conv.weight.flatten(1), conv.bias)
+    return features.view(*features.shape, *(1 for _ in conv.kernel_size))
 
 
 def _without_graph(inner: nn.Module, args: Any, output: Any) -> None:
