@@ -23,6 +23,7 @@ from tests.gpu.one_card import assert_near, run_on
 from tests.mtp import predicting
 from tests.mtp import save as save_mtp
 from tests.parity.case import Case, hf_model
+from tests.pictures import save_seeing, written
 from tests.tiny import save_model, save_tokenizer
 
 FEATURES: dict[str, tuple[str, str, float]] = {
@@ -50,6 +51,7 @@ FEATURES: dict[str, tuple[str, str, float]] = {
     "Muon": ("--optim muon --learning-rate 1e-3", "", 1e-2),
     "Shampoo": ("--optim shampoo --shampoo-frequency 1 --learning-rate 1e-3", "", 1e-2),
     "adapters": ("--bf16 --adapter lora", "", 2e-2),
+    "adapters without MegaBlocks": ("--bf16 --adapter lora", "--expert-kernel torch-grouped", 2e-2),
     "adapters on an nf4 base": ("--bf16 --adapter lora --base-dtype nf4", "", 2e-2),
     "adapters on an fp8 base": ("--bf16 --adapter lora --base-dtype fp8", "", 2e-2),
 }
@@ -114,12 +116,19 @@ def with_mtp(path: Path) -> None:
     save_mtp(predicting("deepseek_v3"), path)
 
 
+def with_images(path: Path) -> None:
+    save_seeing(path)
+    written(path / "data")
+
+
 TASKS: dict[str, tuple[str, Callable[[Path], None] | None, str]] = {
     # flags in which X is the path of what is made, what makes it, and what the GPU alone has
     "DPO": ("--task dpo --dataset X", pairs, ""),
     "KTO": ("--task kto --dataset X", marked, ""),
     "a teacher": ("--teacher X --teacher-top-k 5", teacher, ""),
     "multi-token prediction": ("--model X --train-mtp", with_mtp, ""),
+    "images": ("--model X --dataset X/data/train.jsonl --images --train-vision tower projector", with_images, ""),
+    "packed images": ("--model X --dataset X/data/train.jsonl --images --packing", with_images, "--offload"),
     "adapters on an mxfp4 base": ("--model X --adapter lora --base-dtype mxfp4", published_in_mxfp4, ""),
     "experts in host memory": ("--adapter lora", None, "--offload-experts"),
 }
