@@ -217,7 +217,7 @@ def account_by_formula(facts: ModelFacts, asked: Asked, is_marked: bool = False)
         parameters=share("stored"),
         gradients=share("gradient"),
         optimizer=share("state"),
-        activations=layers * kept_of_layer,
+        activations=layers * kept_of_layer + config.keep_expert_products * 4 * a_layer,
         gathered=2 * sum(of_layers),
         working=30 * a_layer + mark,
     )
@@ -227,7 +227,8 @@ def account_by_formula(facts: ModelFacts, asked: Asked, is_marked: bool = False)
         memory = replace(memory, activations=0.0) if is_later else replace(memory, gradients=0.0)
     flops = 6 * tokens * facts.counts.active
     busiest = 1.0 if asked.routing.busiest == 1 else 1.2
-    matrices = AGAIN[mode] * flops * busiest / (0.5 * cluster.hardware.device.matrix) + layers * 1e-4
+    again = AGAIN[mode] - 0.05 * config.keep_expert_products / layers
+    matrices = again * flops * busiest / (0.5 * cluster.hardware.device.matrix) + layers * 1e-4
     sent: list[SentBytes] = []
 
     def seconds(kind: str, axis: str, size: float, times: int) -> float:

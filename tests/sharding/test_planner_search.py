@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.sharding.parallelize.choices import Checkpointing
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.planning import tables
 from expertmesh.training.planning.imbalance import GivenRouting
@@ -280,6 +281,31 @@ def test_layouts_beside_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
         found[nearly] = {(config.ep_size, config.per_device_train_batch_size) for config in beside}
     assert found[100.0] == {(2, 2), (8, 2), (4, 1), (4, 4)}
     assert found[0.0] - found[100.0] == {(2, 1), (2, 4), (8, 1), (8, 4)}
+
+
+def test_products_are_kept_in_as_many_layers_as_fit() -> None:
+    """Of the best layout, where it recomputes selectively and nobody said in how many."""
+
+    def best(checkpointing: Checkpointing, memory: float, keeps_products: bool = True) -> tuple[Search, Plan]:
+        searched = search(Tried((2,), ep_size=8, dense_shard="full", checkpointing=checkpointing), 16, memory)
+        searched.keeps_products = keeps_products
+        (plan,) = searched.run()
+        return searched, plan
+
+    _, plain = best("selective", 2.0**40, keeps_products=False)
+    kept, layers = [], int(SAID["num_hidden_layers"])
+    for room in (0.0, 2.0**30, 2.0**32, 2.0**40):
+        searched, plan = best("selective", plain.memory.total + room)
+        kept.append(plan.config.keep_expert_products)
+        more = replace(plan.config, keep_expert_products=kept[-1] + 1)
+        (fuller,) = forecast(searched.forecasts, [searched.asked(more)])
+        assert isinstance(fuller, Plan)
+        assert plan.fits
+        assert kept[-1] == layers or not fuller.fits
+        assert kept[-1] == 0 or plan.tokens_per_second > plain.tokens_per_second
+    assert kept == sorted({*kept})
+    assert (kept[0], kept[-1]) == (0, layers)
+    assert best("full", 2.0**40)[1].config.keep_expert_products == plain.config.keep_expert_products == 0
 
 
 def refusing(*tp_sizes: int, said: str) -> ByFormula:

@@ -133,7 +133,8 @@ def _search(asked: PlanFlags, config: TrainConfig, forecasts: Forecasts, cluster
     # as a run's own forecast: one sample a row is the most that attention computes
     image_tokens = read_image_tokens(asked.arguments.image_tokens, config)
     routing = GivenRouting(samples=1, busiest=read_imbalance(asked.arguments.imbalance), image_tokens=image_tokens)
-    return Search(forecasts, facts, found, asked.world_size, cluster, routing, asked.tp_sizes or ())
+    may_keep = "keep_expert_products" not in asked.given.all
+    return Search(forecasts, facts, found, asked.world_size, cluster, routing, asked.tp_sizes or (), may_keep)
 
 
 def _check_layout(asked: PlanFlags, config: TrainConfig, facts: ModelFacts) -> None:

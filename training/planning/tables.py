@@ -272,6 +272,8 @@ def launch_line(
     always = list(_ALWAYS)
     if config.global_batch_size is None:
         always[always.index("global_batch_size")] = "gradient_accumulation_steps"
+    if config.gradient_checkpointing == "selective":
+        always.append("keep_expert_products")
     words = [*([] if config_file is None else ["--config", config_file]), *flags_of_config(config, always, file)]
     started = vars(parse_config(words))
     apart = [name for name in SETTINGS if started[name] != getattr(config, name)]

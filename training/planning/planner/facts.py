@@ -75,6 +75,10 @@ class ModelFacts:
         of_layers = sum((self.kinds[kind].dense for kind in self.layers), Held())
         return of_layers + self.first + (Held() if self.is_tied else self.last)
 
+    @property
+    def layers_with_experts(self) -> int:
+        return sum(1 for kind in self.layers if self.kinds[kind].experts.stored)
+
     @cached_property
     def experts(self) -> Held:
         return sum((self.kinds[kind].experts for kind in self.layers), Held())

@@ -235,6 +235,7 @@ class Search:
 
     Args:
         compared: tensor-parallel sizes of each of which a layout is dry-run, however slow it may be.
+        keeps_products: whether the best layout may keep outputs of expert GEMMs, where nobody said in how many layers.
 
     Attributes:
         refused: why there is no plan of a tensor-parallel size.
@@ -247,6 +248,7 @@ class Search:
     cluster: Cluster
     routing: GivenRouting = EVEN
     compared: Sequence[int] = ()
+    keeps_products: bool = False
     plans: list[Plan] = field(default_factory=list)
     refused: dict[int, ExpertMeshError] = field(default_factory=dict)
     _sizes: "dict[tuple[Any, ...], _Sizes]" = field(default_factory=dict)
@@ -287,6 +289,8 @@ class Search:
                 break
             self._try(promising[:AT_ONCE], left)
         self._try(self._beside_the_best(left), left)
+        if self.keeps_products and self.plans:
+            self._keep_products(best_first(self.plans)[0])
         runs = 0
         # while the best one is a pipeline's by estimate
         while runs < PIPELINES and self.plans and (best := best_first(self.plans)[0]).is_estimate:
@@ -354,6 +358,24 @@ class Search:
                 is_near = len(apart) == 1 or estimate.speed >= NEARLY * best.tokens_per_second
                 found += [config] if is_near and estimate.memory <= SURE * self.cluster.memory else []
         return found
+
+    def _keep_products(self, best: Plan) -> None:
+        """In the place of the best layout, if it recomputes selectively and leaves memory: the same with the outputs of
+        the first expert GEMMs kept in as many layers as fit, where that is faster."""
+        config, most = best.config, self.facts.layers_with_experts
+        if not best.fits or config.gradient_checkpointing != "selective" or config.pp_size > 1:
+            return
+        while most > 0:
+            (found,) = forecast(self.forecasts, [self.asked(replace(config, keep_expert_products=most))])
+            if isinstance(found, ExpertMeshError):
+                return
+            if found.fits:
+                if found.tokens_per_second > best.tokens_per_second:
+                    self.plans[self.plans.index(best)] = found
+                return
+            # each layer's are as large
+            room = (self.cluster.memory - best.memory.total) / (found.memory.total - best.memory.total)
+            most = min(most - 1, int(most * room))
 
     def _promising(self, left: Sequence[TrainConfig]) -> list[TrainConfig]:
         """Those that may be faster than the best that fits, or smaller than the smallest; most promising first."""
