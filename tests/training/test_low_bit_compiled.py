@@ -42,7 +42,10 @@ def updated(
             for each, parameter in enumerate(parameters):
                 parameter.grad = grad.roll(each)
             optimizer.param_groups[0]["lr"] = settings["lr"] * 2.0**-step
-            optimizer.step()
+            if compiles:  # as on a card
+                optimizer.queue_step(torch.ones((), device=start.device), torch.zeros((), device=start.device))
+            else:
+                optimizer.step()
     found: dict[str, Tensor] = {}
     for each, parameter in enumerate(parameters):
         state = {"weight": parameter.detach(), **optimizer.state[parameter]}

@@ -164,6 +164,28 @@ def test_parameters_are_updated_together_as_one_by_one(kind: str, monkeypatch: p
 
 
 @pytest.mark.parametrize("kind", ["8bit", "bf16"])
+def test_a_queued_step_divides_gradients_and_can_be_skipped(kind: str) -> None:
+    """By a power of two, so that no bit depends on when; where it is skipped none moves."""
+    torch.manual_seed(0)
+    dtype, sizes = torch.bfloat16 if kind == "bf16" else torch.float32, [(4, 64), (4, 64), (65,)]
+    start = [torch.randn(size).to(dtype) for size in sizes]
+    queued, plain = ([torch.nn.Parameter(each.clone()) for each in start] for _ in range(2))
+    of_queued, of_plain = low_bit(kind, [*queued]), low_bit(kind, [*plain])
+    for is_skipped in (True, False, False, True, False):
+        grads = [torch.randn_like(each) for each in start]
+        for parameter, grad in zip(queued, grads, strict=True):
+            parameter.grad = grad * (torch.nan if is_skipped else 4)
+        of_queued.queue_step(torch.tensor(4.0), torch.tensor(float(is_skipped)))
+        if not is_skipped:
+            for parameter, grad in zip(plain, grads, strict=True):
+                parameter.grad = grad
+            of_plain.step()
+        for ours, theirs in zip(queued, plain, strict=True):
+            assert torch.equal(ours, theirs)
+            assert all(torch.equal(of_queued.state[ours][name], x) for name, x in of_plain.state[theirs].items())
+
+
+@pytest.mark.parametrize("kind", ["8bit", "bf16"])
 def test_parameters_of_one_shape_take_a_few_operators(kind: str) -> None:
     """As many for 40 as for two."""
 

@@ -58,8 +58,10 @@ class Update(NamedTuple):
     mean_share, square_share: 1 - beta1 and 1 - beta2, weights of the gradient and of its square in the new moments.
     mean_correction_P, square_correction_P: 1 - beta^step, by which the moments are divided, fp32.
     decay: 1 - lr * weight decay, by which the weights are multiplied.
+    divisor: of the gradients. is_skipped: where it is not 0, all is left as it was. Scalar tensors, of a step that is
+    queued (see `training.steps.step.QueuesStep`).
 
-    The numbers are floats where torch's own operators compute, and fp32 scalar tensors for `Compiled`, which would be
+    The other numbers are floats where torch's own operators compute, and fp32 scalars for `Compiled`, which would be
     compiled anew for each learning rate.
     """
 
@@ -70,6 +72,11 @@ class Update(NamedTuple):
     lr: Any
     decay: Any
     eps: Any
+    divisor: Tensor | None = None
+    is_skipped: Tensor | None = None
+
+    def put(self, new: Tensor, into: Tensor) -> None:
+        into.copy_(new if self.is_skipped is None else torch.where(self.is_skipped.bool(), into, new))
 
 
 class Compiled:
@@ -97,9 +104,9 @@ class Compiled:
 def update_fp32(weight_PN: Tensor, grad_PN: Tensor, mean_PN: Tensor, square_PN: Tensor, update: Update) -> None:
     """One update of weights whose moments are fp32."""
     weight, mean, square = _updated(weight_PN, grad_PN, mean_PN, square_PN, update)
-    weight_PN.copy_(weight)
-    mean_PN.copy_(mean)
-    square_PN.copy_(square)
+    update.put(weight, weight_PN)
+    update.put(mean, mean_PN)
+    update.put(square, square_PN)
 
 
 @Compiled
@@ -118,9 +125,9 @@ def update_8bit(
     mean_PBn = mean_map[0][mean_codes_PBn.int()] * mean_scales_PB.unsqueeze(2)
     square_PBn = square_map[0][square_codes_PBn.int()] * square_scales_PB.unsqueeze(2)
     weight, mean, square = _updated(weight_PBn, grad_PBn, mean_PBn, square_PBn, update)
-    weight_PBn.copy_(weight)
-    _to_8bit(mean, mean_codes_PBn, mean_scales_PB, mean_map)
-    _to_8bit(square, square_codes_PBn, square_scales_PB, square_map)
+    update.put(weight, weight_PBn)
+    _to_8bit(mean, mean_codes_PBn, mean_scales_PB, mean_map, update)
+    _to_8bit(square, square_codes_PBn, square_scales_PB, square_map, update)
 
 
 @Compiled
@@ -145,10 +152,10 @@ def update_bf16(
     new_weight, new_mean, new_square = _updated(weight, grad, mean.float(), square.float(), update)
     key_P = random_bits(step_P.int() + places_P2[:, 0]) + seed
     bits = position_bits(key_P, places_P2[:, 1], weight)
-    weight.copy_(round_to_bf16(new_weight, bits & 0xFFFF))
-    square.copy_(round_to_bf16(new_square, (bits >> 16) & 0xFFFF))
+    update.put(round_to_bf16(new_weight, bits & 0xFFFF), weight)
+    update.put(round_to_bf16(new_square, (bits >> 16) & 0xFFFF), square)
     # a tenth of the first moment is new each step: rounding to nearest loses nothing of note
-    mean.copy_(new_mean)
+    update.put(new_mean, mean)
 
 
 def _updated(
@@ -156,7 +163,7 @@ def _updated(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The new weights and moments in fp32; moments are given so."""
     each_P = (-1, *(1,) * (weight.dim() - 1))
-    grad = grad.float()
+    grad = grad.float() if update.divisor is None else grad.float() / update.divisor
     mean = mean.lerp(grad, update.mean_share)
     square = square.lerp(grad.square(), update.square_share)
     root = (square / update.square_correction_P.view(each_P)).sqrt_().add_(update.eps)
@@ -166,11 +173,14 @@ def _updated(
     return weight, mean, square
 
 
-def _to_8bit(moment_PBn: Tensor, codes_PBn: Tensor, scales_PB: Tensor, of_map: tuple[Tensor, Tensor]) -> None:
+def _to_8bit(
+    moment_PBn: Tensor, codes_PBn: Tensor, scales_PB: Tensor, of_map: tuple[Tensor, Tensor], update: Update
+) -> None:
     """Each value becomes the nearest of the map's, times its block's largest magnitude."""
     largest_PB = moment_PBn.abs().amax(dim=-1).clip(1e-12)
-    codes_PBn.copy_(torch.bucketize(moment_PBn / largest_PB.unsqueeze(2), of_map[1], out_int32=True, right=True))
-    scales_PB.copy_(largest_PB)
+    codes = torch.bucketize(moment_PBn / largest_PB.unsqueeze(2), of_map[1], out_int32=True, right=True)
+    update.put(codes, codes_PBn)
+    update.put(largest_PB, scales_PB)
 
 
 class _AdamW(ResumableOptimizer):
@@ -183,6 +193,7 @@ class _AdamW(ResumableOptimizer):
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self._queued: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -207,6 +218,14 @@ class _AdamW(ResumableOptimizer):
                     if local_tensor(stack[0].grad).numel() > 0:  # type: ignore[arg-type]
                         self._update(stack, update)
 
+    def queue_step(self, scale: Tensor, is_skipped: Tensor) -> None:
+        """See `training.steps.step.QueuesStep`."""
+        self._queued = (scale, is_skipped)
+        try:
+            self.step()
+        finally:
+            self._queued = (None, None)
+
     def _step_of(self, parameter: Tensor) -> Tensor:
         """How many updates a parameter has had, scalar; its state is made if it has none."""
         if not self.state[parameter]:
@@ -223,6 +242,8 @@ class _AdamW(ResumableOptimizer):
         counts lie on one device: for one at a time, launching them would take longer than the update."""
         steps = [self._step_of(parameter) for stack in stacks for parameter in stack]
         torch._foreach_add_(steps, 1)
+        if (is_skipped := self._queued[1]) is not None:
+            torch._foreach_sub_(steps, [is_skipped] * len(steps))
         # kept on the device: a float of it would wait for the device; in double, as 1 - 0.999 in fp32 is 1e-5 off
         steps_P = torch.stack(steps).double()
         beta1, beta2 = group["betas"]
@@ -230,10 +251,11 @@ class _AdamW(ResumableOptimizer):
         of_mean, of_square = ((1 - beta**steps_P).float().split(sizes) for beta in (beta1, beta2))
         numbers: Any = (1 - beta1, 1 - beta2, group["lr"], 1 - group["lr"] * group["weight_decay"], group["eps"])
         if takes_triton(steps[0]):
-            numbers = torch.tensor(numbers, dtype=torch.float32).to(steps[0].device).unbind()
+            # filled there: the host would wait for a copy
+            numbers = [torch.full((), each, dtype=torch.float32, device=steps[0].device) for each in numbers]
         mean_share, square_share, lr, decay, eps = numbers
         return [
-            Update(mean_share, square_share, mean_P, square_P, lr, decay, eps)
+            Update(mean_share, square_share, mean_P, square_P, lr, decay, eps, *self._queued)
             for mean_P, square_P in zip(of_mean, of_square, strict=True)
         ]
 
