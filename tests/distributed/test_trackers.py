@@ -45,7 +45,7 @@ def test_each_step_is_shown_once(runs: Runs) -> None:
 
 def with_wandb(argv: list[str]) -> Told:
     """A run with what stands in for wandb; it prints how that was started, and how many steps it was told."""
-    told = mock.MagicMock()
+    told = mock.MagicMock(id="0a1b")
     wandb = SimpleNamespace(init=mock.Mock(return_value=told), config=mock.MagicMock())
     with (
         mock.patch.dict("sys.modules", wandb=wandb),
@@ -63,17 +63,17 @@ def test_a_resumed_run_goes_on_in_wandb(runs: Runs) -> None:
     (first, steps), (second, more), (third, _) = (
         json.loads(runs(1, f"{FLAGS} 3 --report-to wandb {one}", call=with_wandb).printed) for one in flags
     )
-    assert first["project"] == "expertmesh"
-    assert len(first["id"]) == 8
-    assert (steps, more, second) == (3, 2, first | {"resume": "allow"})
-    assert third["id"] != first["id"]
+    assert first == third == {"project": "expertmesh"}
+    assert (steps, more, second) == (3, 2, first | {"id": "0a1b", "resume": "allow"})
 
 
 def with_mlflow(argv: list[str]) -> Told:
-    """A run with what stands in for MLflow, which gives each run that it starts an id; it prints which run was started,
-    how often it was told of settings, how many steps, and how it ended."""
+    """A run with what stands in for MLflow, which gives each run that it starts an id, and knows the settings of one
+    that is resumed; it prints which run was started, how often it was told of settings, how many steps, and how it
+    ended."""
     run = SimpleNamespace(info=SimpleNamespace(run_id="0a1b"))
     mlflow = mock.MagicMock(start_run=mock.Mock(return_value=run), search_experiments=mock.Mock(return_value=[]))
+    mlflow.get_run.return_value.data.params.__contains__ = lambda *_: mlflow.start_run.call_args.kwargs["run_id"]
     mlflow.utils.validation = SimpleNamespace(MAX_PARAM_VAL_LENGTH=6000, MAX_PARAMS_TAGS_PER_BATCH=100)
     with (
         mock.patch.dict("sys.modules", mlflow=mlflow),

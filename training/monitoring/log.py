@@ -198,7 +198,7 @@ class RunLog:
         """
         if self.config.resume:
             self._keep_until(step, again)
-        self.trackers.start(step, {k: v for k, v in asdict(self.config).items() if isinstance(v, int | float | str)})
+        self.trackers.start(step, {k: v for k, v in asdict(self.config).items() if v is not None})
 
     def _keep_until(self, step: int, again: Collection[str]) -> None:
         """Keep metrics.jsonl up to a step, without the line that the earlier attempt was killed in."""
