@@ -80,11 +80,26 @@ def tokenizer_files(tokenizer: Any, model_config: Path, answer_end: int | None =
     made_of = _State(tokenizer).told, model_config, answer_end
     known = _MADE.get(tokenizer)
     if known is None or known[0] != made_of:
-        written = _ending_in(answer_end, tokenizer)
-        state = _State(written)
-        files = _edited(written, state, model_config)
-        known = _MADE[tokenizer] = (made_of, _saved(written, state, model_config) if files is None else files)
+        known = _MADE[tokenizer] = (made_of, _made(_ending_in(answer_end, tokenizer), model_config))
     return dict(known[1])
+
+
+def _made(tokenizer: Any, model_config: Path) -> Files:
+    """
+    Raises:
+        ExpertMeshError, OSError: see `tokenizer_files`.
+    """
+    state = _State(tokenizer)
+    edited = _edited(tokenizer, state)
+    if edited is not None and state.is_as(_read(edited, model_config)):
+        return edited
+    saved = _saved(tokenizer)
+    # what is asked for may be more than files can say
+    lasting = _read(saved, model_config)
+    for files in (edited, _in_words_of_4(saved)):
+        if files is not None and lasting is not None and lasting.is_as(_read(files, model_config)):
+            return files
+    return {**saved}
 
 
 _MADE: WeakKeyDictionary[Any, tuple[Any, Files]] = WeakKeyDictionary()
@@ -158,8 +173,8 @@ class _State:
                 del vocabulary[name]
         return type(self.tokenizer), self._scalars, vocabulary
 
-    def is_as(self, other: "_State") -> bool:
-        return self.told == other.told and self.rest == other.rest
+    def is_as(self, other: "_State | None") -> bool:
+        return other is not None and self.told == other.told and self.rest == other.rest
 
 
 def _as_json(token: Any) -> dict[str, Any]:
@@ -168,8 +183,12 @@ def _as_json(token: Any) -> dict[str, Any]:
     return {"content": token.content, **{name: getattr(token, name) for name in flags}}
 
 
-def _edited(tokenizer: Any, state: _State, model_config: Path) -> Files | None:
-    """The files of the directory that a tokenizer came from, with what is new; None where that is not all."""
+def _edited(tokenizer: Any, state: _State) -> Files | None:
+    """The files of the directory that a tokenizer came from, with what is new; None where that is not all.
+
+    Raises:
+        ExpertMeshError: one of them is damaged.
+    """
     if (origin := _origin(tokenizer)) is None:
         return None
     loaded = _loaded(origin)
@@ -197,8 +216,7 @@ def _edited(tokenizer: Any, state: _State, model_config: Path) -> Files | None:
     _set_special(state, was, tables)
     tables[_CONFIG] |= {name: value for name, value in state.settings.items() if value != was.settings[name]}
     unchanged = json.loads(before)
-    files |= {name: _written(table) for name, table in tables.items() if table != unchanged.get(name, {})}
-    return files if _reads_as(files, state, model_config) else None
+    return files | {name: _written(table) for name, table in tables.items() if table != unchanged.get(name, {})}
 
 
 def _origin(tokenizer: Any) -> Path | None:
@@ -270,16 +288,16 @@ def _written(table: Mapping[str, Any]) -> bytes:
     return (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _reads_as(files: Files, state: _State, model_config: Path) -> bool:
-    """Whether transformers reads this tokenizer from these files."""
+def _read(files: Mapping[str, Path | bytes], model_config: Path) -> _State | None:
+    """What transformers reads from files; None: no tokenizer."""
     with tempfile.TemporaryDirectory() as directory:
         write_beside({**files, model_config.name: model_config}, Path(directory))
         loaded = _loaded(Path(directory))
-        return loaded is not None and _State(loaded).is_as(state)
+        return None if loaded is None else _State(loaded)
 
 
-def _saved(tokenizer: Any, state: _State, model_config: Path) -> Files:
-    """The files that transformers writes of a tokenizer, in the words of transformers 4 if 5 reads the same of them.
+def _saved(tokenizer: Any) -> dict[str, bytes]:
+    """The files that transformers writes of a tokenizer.
 
     Raises:
         OSError: a file cannot be written.
@@ -292,15 +310,18 @@ def _saved(tokenizer: Any, state: _State, model_config: Path) -> Files:
                 raise
             # what the tokenizers package makes of an OSError
             raise OSError(str(error)) from error
-        paths = sorted(path for path in Path(directory).rglob("*") if path.is_file())
-        written: Files = {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
-        table = read_json(Path(directory) / _CONFIG)
+        written = sorted(path for path in Path(directory).rglob("*") if path.is_file())
+        return {path.relative_to(directory).as_posix(): path.read_bytes() for path in written}
+
+
+def _in_words_of_4(saved: Mapping[str, bytes]) -> Files:
+    """What transformers 5 has written, with names that transformers 4 knows."""
+    table = json.loads(saved[_CONFIG])
     if table.get("tokenizer_class") == "TokenizersBackend":
         table["tokenizer_class"] = "PreTrainedTokenizerFast"
     if special := table.pop(_MORE_SPECIAL[1], None):
         table[_MORE_SPECIAL[0]] = special
-    older = written | {_CONFIG: _written({name: said for name, said in table.items() if name not in _OF_5_ALONE})}
-    return older if _reads_as(older, state, model_config) else written
+    return {**saved, _CONFIG: _written({name: said for name, said in table.items() if name not in _OF_5_ALONE})}
 
 
 def write_beside(files: Mapping[str, Path | bytes], directory: Path) -> None:

@@ -365,8 +365,10 @@ def _tokenizer(where: str, added: Sequence[str] = ()) -> Any:
         remedy = "install sentencepiece, which reads tokenizer.model, or " if is_unread else ""
         raise ExpertMeshError(f"{where}: has no tokenizer; {remedy}give one with --tokenizer ({error})") from error
     for entry in added:
-        # found in texts as they are, which every file that a tokenizer is read from can say
-        tokenizer.add_tokens([AddedToken(token, normalized=False) for token in _tokens_in(entry)])
+        # found in texts as they are, which every file that a tokenizer is read from can say; one that was added before
+        # stays as it is, special or not
+        new = [token for token in _tokens_in(entry) if token not in tokenizer.added_tokens_encoder]
+        tokenizer.add_tokens([AddedToken(token, normalized=False) for token in new])
     return tokenizer
 
 
