@@ -97,19 +97,35 @@ def llama_cpp(directory: Path) -> LlamaCpp:
     Raises:
         ExpertMeshError: it cannot be had, or not be compiled.
     """
-    pip = [sys.executable, "-m", "pip", "--quiet"]
+    source = llama_cpp_source(directory)
     with lock(directory):
-        if not (archive := directory / "llama-cpp-archive").exists():
-            make(archive, [*pip, "download", "--no-deps", "--no-binary", SOURCE.split("==")[0], SOURCE, "--dest"])
+        if not (packages := directory / "llama-cpp").exists():
+            (file,) = (directory / _ARCHIVE).glob("*.tar.gz")
+            make(packages, [*_PIP, "install", "--no-deps", str(file), *PACKAGES, "--target"], CMAKE_ARGS=_CMAKE)
+    return LlamaCpp(source, packages)
+
+
+def llama_cpp_source(directory: Path) -> Path:
+    """Its source alone, in which the script that converts is.
+
+    Args:
+        directory: in which it is kept.
+
+    Raises:
+        ExpertMeshError: it cannot be had.
+    """
+    with lock(directory):
+        if not (archive := directory / _ARCHIVE).exists():
+            make(archive, [*_PIP, "download", "--no-deps", "--no-binary", SOURCE.split("==")[0], SOURCE, "--dest"])
         (file,) = archive.glob("*.tar.gz")
         if not (source := directory / "llama-cpp-source").exists():
             make(source, [sys.executable, "-m", "tarfile", "-e", str(file)])
-        if not (packages := directory / "llama-cpp").exists():
-            make(packages, [*pip, "install", "--no-deps", str(file), *PACKAGES, "--target"], CMAKE_ARGS=_CMAKE)
     (unpacked,) = source.glob("*/vendor/llama.cpp")
-    return LlamaCpp(unpacked, packages)
+    return unpacked
 
 
+_PIP = (sys.executable, "-m", "pip", "--quiet")
+_ARCHIVE = "llama-cpp-archive"
 _CMAKE = "-DLLAVA_BUILD=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TESTS=OFF"
 
 

@@ -21,6 +21,7 @@ from ..hf.class_names import ClassNames, class_names
 from ..hf.export_plan import ExportPlan
 from ..hf.reader import ParameterReader
 from ..hf.source import GENERATION_CONFIG, read_ends
+from ..hf.tokenizer_files import read_tokenizer
 from ..model_card import merged_card
 from ..opening import open_any
 from .adapter import CONFIG, WEIGHTS, Adapter, adapted_modules, read_rope, rows_of_embedding
@@ -36,7 +37,7 @@ def merge_adapter(base: Path, adapter: Path, out: Path, how: HowToWrite, dtype: 
     """Write `base`, of any form and encoding, with W + s · B · A in the place of every adapted W, and what was
     trained whole in its own place. Sums are rounded once to fp32, from fp64, and then to the dtype that is written;
     `how.tell` is told what that leaves of the update. The config has the RoPE scaling that the adapter was trained
-    with, and no longer ties what the adapter makes differ.
+    with, and no longer ties what the adapter makes differ. Without a tokenizer of `how`, it is that beside the adapter.
 
     Args:
         dtype: of every parameter that is written, by its code; None: as the base has each.
@@ -62,7 +63,8 @@ def merge_adapter(base: Path, adapter: Path, out: Path, how: HowToWrite, dtype: 
     checkpoint = _merged(opened, there, changed, dtype)
     rounding = Rounding({region.parameter: t.dtype for t in checkpoint.exported for region in t.regions})
     checkpoint = replace(checkpoint, make_reader=lambda: MergedReader(opened.reader(), changed.reader(), rounding))
-    write_hf(checkpoint, out, replace(how, card=merged_card(adapter)))
+    tokenizer = how.tokenizer or read_tokenizer(adapter, opened.source.path, opened.source.config)
+    write_hf(checkpoint, out, replace(how, card=merged_card(adapter), tokenizer=tokenizer))
     if (line := rounding.line()) is not None:
         how.tell(line)
     return len(changed.beside) + len(changed.whole) + len(changed.token_rows)

@@ -128,7 +128,7 @@ def plan_side_files(
     """What goes along with the weights as it is; of `tokenizer`, its files (see `tokenizer_files`) in place of the
     source's own. A config that says that tensors are quantized no longer does; with RoPE scaling, it says which; where
     embedding and output projection are no longer tied, or have more rows, or another dtype, it says so. Tokens that end
-    answers end generation.
+    answers end generation: one new one is the EOS of config and tokenizer, too.
 
     Args:
         drop_parts: whether the config is to claim only the language model. drop_predictors: whether it is to claim no
@@ -151,6 +151,8 @@ def plan_side_files(
         config = _with(config, source.config, tie_word_embeddings=False)
     if source.vocab_size is not None:
         config = _with(config, source.config, vocab_size=source.vocab_size)
+    if source.answer_end is not None:
+        config = _with(config, source.config, eos_token_id=source.answer_end)
     if source.dtype is not None:
         config = {**_in_dtype(config, DTYPE_NAMES[source.dtype]), "dtype": DTYPE_NAMES[source.dtype]}
     if quantized_as is not None:
@@ -182,7 +184,7 @@ def _copied(source: ModelSource, tokenizer: Any, along: Iterable[str]) -> Files:
     """
     files: Files = {name: source.path / name for name in along if tokenizer is None or not is_of_tokenizer(name)}
     if tokenizer is not None:
-        files |= tokenizer_files(tokenizer, source.path / CONFIG)
+        files |= tokenizer_files(tokenizer, source.path / CONFIG, source.answer_end)
     for content in files.values():
         if isinstance(content, Path):
             next(pieces(content), b"")

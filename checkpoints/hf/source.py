@@ -73,12 +73,22 @@ class ModelSource:
     def generation_config(self) -> dict[str, Any] | None:
         """What generation_config.json is to say where the model is written, if that is something else than in the
         directory: that `answer_ends` end generation, too."""
-        added = [end for end in self.answer_ends if end not in self.generation_ends]
-        if not added:
+        if not self.new_ends:
             return None
         file = self.path / GENERATION_CONFIG
         found = read_json(file) if file.exists() else {}
-        return {**found, "eos_token_id": [*self.generation_ends, *added]}
+        return {**found, "eos_token_id": [*self.generation_ends, *self.new_ends]}
+
+    @property
+    def new_ends(self) -> list[int]:
+        """Those of `answer_ends` that do not end generation in the directory."""
+        return [end for end in self.answer_ends if end not in self.generation_ends]
+
+    @property
+    def answer_end(self) -> int | None:
+        """The one token that whoever knows of no generation_config.json is to end generation at where the model is
+        written; None: the one in the directory, also where there are several new ones."""
+        return self.new_ends[0] if len(self.new_ends) == 1 else None
 
     @cached_property
     def config(self) -> Any:

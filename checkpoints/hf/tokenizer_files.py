@@ -6,7 +6,8 @@ read: transformers 4, and what builds on it, may not load that.
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,8 @@ _CONFIG, _FAST, _ADDED, _SPECIAL = (
 _TEMPLATE, _TEMPLATE_OF_PROCESSOR = "chat_template.jinja", "chat_template.json"
 _SETTINGS = ("model_max_length", "padding_side", "truncation_side")
 _MORE_SPECIAL = ("additional_special_tokens", "extra_special_tokens")
-"""What transformers 4 calls further special tokens, and what 5 does, which reads both."""
+"""What transformers 4 calls further special tokens, and what 5 does, which reads both. In 4, the second is a table."""
+_OF_5_ALONE = ("backend", "is_local", "local_files_only")
 
 
 def has_tokenizer(directory: Path) -> bool:
@@ -60,7 +62,7 @@ def is_of_tokenizer(name: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in TOKENIZER_FILES)
 
 
-def tokenizer_files(tokenizer: Any, model_config: Path) -> Files:
+def tokenizer_files(tokenizer: Any, model_config: Path, answer_end: int | None = None) -> Files:
     """The files from which transformers reads this tokenizer.
 
     They are those of the directory that it came from, with another chat template, new tokens, other special tokens,
@@ -69,21 +71,63 @@ def tokenizer_files(tokenizer: Any, model_config: Path) -> Files:
 
     Args:
         model_config: the config.json beside which they will lie.
+        answer_end: the token that they are to name as EOS, unless texts would become other tokens then.
 
     Raises:
         ExpertMeshError: a file of that directory is damaged.
         OSError: a file cannot be read or written.
     """
-    state = _State(tokenizer)
+    made_of = _State(tokenizer).told, model_config, answer_end
     known = _MADE.get(tokenizer)
-    if known is None or known[:2] != (state.told, model_config):
-        files = _edited(tokenizer, state, model_config)
-        known = _MADE[tokenizer] = (state.told, model_config, _saved(tokenizer) if files is None else files)
-    return dict(known[2])
+    if known is None or known[0] != made_of:
+        known = _MADE[tokenizer] = (made_of, _made(_ending_in(answer_end, tokenizer), model_config))
+    return dict(known[1])
 
 
-_MADE: WeakKeyDictionary[Any, tuple[Any, Path, Files]] = WeakKeyDictionary()
+def _made(tokenizer: Any, model_config: Path) -> Files:
+    """
+    Raises:
+        ExpertMeshError, OSError: see `tokenizer_files`.
+    """
+    state = _State(tokenizer)
+    edited = _edited(tokenizer, state)
+    if edited is not None and state.is_as(_read(edited, model_config)):
+        return edited
+    saved = _saved(tokenizer)
+    # what is asked for may be more than files can say
+    lasting = _read(saved, model_config)
+    for files in (edited, _in_words_of_4(saved)):
+        if files is not None and lasting is not None and lasting.is_as(_read(files, model_config)):
+            return files
+    return {**saved}
+
+
+_MADE: WeakKeyDictionary[Any, tuple[Any, Files]] = WeakKeyDictionary()
 """What was made of each tokenizer as it was then: a run saves the same one with each checkpoint."""
+
+
+def read_tokenizer(directory: Path, base: Path, config: Any) -> Any:
+    """The tokenizer in a directory, such as an adapter's, as one that came from its base's; None: there is none.
+
+    Args:
+        config: transformers' own, of the model.
+    """
+    if not has_tokenizer(directory) or (tokenizer := _loaded(directory, config=config)) is None:
+        return None
+    tokenizer.name_or_path = str(base)
+    return tokenizer
+
+
+def _ending_in(answer_end: int | None, tokenizer: Any) -> Any:
+    """A tokenizer with this EOS, for programs that end generation at that alone, such as llama.cpp; as it is, where
+    texts or conversations would become other tokens then."""
+    token = tokenizer.added_tokens_decoder.get(answer_end)
+    writes_eos = getattr(tokenizer, "add_eos_token", False) or "eos_token" in json.dumps(tokenizer.chat_template)
+    if token is None or not token.special or str(token) == tokenizer.eos_token or writes_eos:
+        return tokenizer
+    tokenizer = deepcopy(tokenizer)
+    tokenizer.eos_token = str(token)
+    return tokenizer
 
 
 class _State:
@@ -129,8 +173,8 @@ class _State:
                 del vocabulary[name]
         return type(self.tokenizer), self._scalars, vocabulary
 
-    def is_as(self, other: "_State") -> bool:
-        return self.told == other.told and self.rest == other.rest
+    def is_as(self, other: "_State | None") -> bool:
+        return other is not None and self.told == other.told and self.rest == other.rest
 
 
 def _as_json(token: Any) -> dict[str, Any]:
@@ -139,8 +183,12 @@ def _as_json(token: Any) -> dict[str, Any]:
     return {"content": token.content, **{name: getattr(token, name) for name in flags}}
 
 
-def _edited(tokenizer: Any, state: _State, model_config: Path) -> Files | None:
-    """The files of the directory that a tokenizer came from, with what is new; None where that is not all."""
+def _edited(tokenizer: Any, state: _State) -> Files | None:
+    """The files of the directory that a tokenizer came from, with what is new; None where that is not all.
+
+    Raises:
+        ExpertMeshError: one of them is damaged.
+    """
     if (origin := _origin(tokenizer)) is None:
         return None
     loaded = _loaded(origin)
@@ -152,7 +200,7 @@ def _edited(tokenizer: Any, state: _State, model_config: Path) -> Files | None:
         files[path.relative_to(origin).as_posix()] = path
     if state.told == was.told:
         return files
-    if isinstance(state.template, dict) or any(state.added.get(number) != token for number, token in was.added.items()):
+    if was.added.keys() - state.added.keys() or (isinstance(state.template, dict) and state.template != was.template):
         return None
     tables: dict[str, dict[str, Any]] = {
         name: read_json(path)
@@ -163,13 +211,12 @@ def _edited(tokenizer: Any, state: _State, model_config: Path) -> Files | None:
     tables.setdefault(_CONFIG, {})
     if state.template != was.template:
         _set_template(state.template, files, tables)
-    if new := sorted(state.added.keys() - was.added.keys()):
+    if new := [number for number, token in sorted(state.added.items()) if token != was.added.get(number)]:
         _add_tokens(new, state.added, tables)
     _set_special(state, was, tables)
     tables[_CONFIG] |= {name: value for name, value in state.settings.items() if value != was.settings[name]}
     unchanged = json.loads(before)
-    files |= {name: _written(table) for name, table in tables.items() if table != unchanged.get(name, {})}
-    return files if _reads_as(files, state, model_config) else None
+    return files | {name: _written(table) for name, table in tables.items() if table != unchanged.get(name, {})}
 
 
 def _origin(tokenizer: Any) -> Path | None:
@@ -181,11 +228,11 @@ def _origin(tokenizer: Any) -> Path | None:
     return directory if directory is not None and has_tokenizer(directory) else None
 
 
-def _loaded(directory: Path) -> Any:
+def _loaded(directory: Path, **given: Any) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False, **given)
     except Exception:  # whatever it is, these files are not what a tokenizer can be read from
         return None
 
@@ -202,17 +249,19 @@ def _set_template(template: str | None, files: Files, tables: Mapping[str, dict[
             tables[name]["chat_template"] = template
 
 
-def _add_tokens(new: Sequence[int], added: Mapping[int, dict[str, Any]], tables: dict[str, dict[str, Any]]) -> None:
+def _add_tokens(new: Iterable[int], added: Mapping[int, dict[str, Any]], tables: dict[str, dict[str, Any]]) -> None:
     """
     Args:
-        new: ids of the new ones among all that are added to the vocabulary.
+        new: ids of those that are new, or have other flags, among all that are added to the vocabulary.
     """
     if _FAST not in tables and _ADDED not in tables:
         # else transformers would give the ids behind the vocabulary to the new ones first
         tables[_ADDED] = {token["content"]: number for number, token in sorted(added.items())}
     for number in new:
         if _FAST in tables:
-            tables[_FAST]["added_tokens"].append({"id": number, **added[number]})
+            known = tables[_FAST]["added_tokens"]
+            place = next((i for i, token in enumerate(known) if token["id"] == number), len(known))
+            known[place : place + 1] = [{"id": number, **added[number]}]
         if "added_tokens_decoder" in tables[_CONFIG]:
             tables[_CONFIG]["added_tokens_decoder"][str(number)] = added[number]
         if _ADDED in tables:
@@ -226,7 +275,8 @@ def _set_special(state: _State, was: _State, tables: Mapping[str, dict[str, Any]
         if table is None:
             continue
         if state.special != was.special:
-            table[next((name for name in _MORE_SPECIAL if name in table), _MORE_SPECIAL[0])] = state.special
+            there = (name for name in _MORE_SPECIAL if isinstance(table.get(name), list))
+            table[next(there, _MORE_SPECIAL[0])] = state.special
         for name, token in changed.items():
             if token is None:
                 table.pop(name, None)
@@ -238,15 +288,15 @@ def _written(table: Mapping[str, Any]) -> bytes:
     return (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _reads_as(files: Files, state: _State, model_config: Path) -> bool:
-    """Whether transformers reads this tokenizer from these files."""
+def _read(files: Mapping[str, Path | bytes], model_config: Path) -> _State | None:
+    """What transformers reads from files; None: no tokenizer."""
     with tempfile.TemporaryDirectory() as directory:
         write_beside({**files, model_config.name: model_config}, Path(directory))
         loaded = _loaded(Path(directory))
-        return loaded is not None and _State(loaded).is_as(state)
+        return None if loaded is None else _State(loaded)
 
 
-def _saved(tokenizer: Any) -> Files:
+def _saved(tokenizer: Any) -> dict[str, bytes]:
     """The files that transformers writes of a tokenizer.
 
     Raises:
@@ -262,6 +312,16 @@ def _saved(tokenizer: Any) -> Files:
             raise OSError(str(error)) from error
         written = sorted(path for path in Path(directory).rglob("*") if path.is_file())
         return {path.relative_to(directory).as_posix(): path.read_bytes() for path in written}
+
+
+def _in_words_of_4(saved: Mapping[str, bytes]) -> Files:
+    """What transformers 5 has written, with names that transformers 4 knows."""
+    table = json.loads(saved[_CONFIG])
+    if table.get("tokenizer_class") == "TokenizersBackend":
+        table["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if special := table.pop(_MORE_SPECIAL[1], None):
+        table[_MORE_SPECIAL[0]] = special
+    return {**saved, _CONFIG: _written({name: said for name, said in table.items() if name not in _OF_5_ALONE})}
 
 
 def write_beside(files: Mapping[str, Path | bytes], directory: Path) -> None:

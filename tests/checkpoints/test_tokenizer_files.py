@@ -29,7 +29,7 @@ def base(tmp_path: Path) -> Path:
     decoder = {str(token.pop("id")): token for token in added}
     old = {name: found[name] for name in ("bos_token", "eos_token")}
     old |= {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": decoder, "model_max_length": 512}
-    old |= {"clean_up_tokenization_spaces": False, "added_by_its_authors": "kept"}
+    old |= {"clean_up_tokenization_spaces": False, "added_by_its_authors": "kept", "extra_special_tokens": {}}
     (path / "tokenizer_config.json").write_text(json.dumps(old))
     (path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
     (path / "tokenizer.model").write_bytes(b"of sentencepiece")
@@ -136,6 +136,55 @@ def test_a_template_stands_where_there_were_several(base: Path, tmp_path: Path) 
     assert made.keys() == own(base).keys() - {"additional_chat_templates/tool_use.jinja"}
 
 
+def test_templates_stay_several(base: Path, tmp_path: Path) -> None:
+    """Where tokens alone are new."""
+    (base / "chat_template.json").unlink()
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates" / "tool_use.jinja").write_text(OLD)
+    (base / "chat_template.jinja").write_text(NEW)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokens(tokenizer)
+    made, there = written(tokenizer, base, tmp_path / "out"), own(base)
+    assert {name for name in made if made[name] != there[name]} == {"tokenizer.json", "tokenizer_config.json"}
+    assert made["tokenizer_config.json"]["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
+def test_a_token_that_becomes_special(base: Path, tmp_path: Path) -> None:
+    """Its entry is replaced, and stands where it stood."""
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokens(tokenizer)
+    there = written(tokenizer, base, grown := tmp_path / "grown")
+    tiny_config("mixtral").save_pretrained(grown)
+    tokenizer = AutoTokenizer.from_pretrained(grown)
+    tokenizer.add_special_tokens({"pad_token": "<a>", "sep_token": "hello"})
+    made = written(tokenizer, grown, tmp_path / "out")
+    was, now = ({t["content"]: t for t in files["tokenizer.json"]["added_tokens"]} for files in (there, made))
+    assert list(now) == [*was, "hello"]
+    assert {name for name in was if now[name] != was[name]} == {"<a>"}
+    assert now["<a>"]["special"]
+    assert not was["<a>"]["special"]
+    changed = {name for name in made if made[name] != there[name]}
+    assert changed == {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
+
+
+@pytest.mark.parametrize("keeps", ["", "the template writes EOS", "it is no special token"])
+def test_the_end_of_answers_is_eos(base: Path, tmp_path: Path, keeps: str) -> None:
+    """As in published models that chat; unless conversations would become other tokens then."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_tokens("<end>", special_tokens=keeps != "it is no special token")
+    tokenizer.chat_template = NEW + "{{ eos_token }}" if keeps == "the template writes EOS" else NEW
+    end = tokenizer.convert_tokens_to_ids("<end>")
+    write_beside(tokenizer_files(tokenizer, base / "config.json", end), out := tmp_path)
+    eos = tokenizer.eos_token if keeps else "<end>"
+    assert own(out)["tokenizer_config.json"]["eos_token"] == own(out)["special_tokens_map.json"]["eos_token"] == eos
+    assert tokenizer.eos_token == "</s>"
+    talk = [{"role": "user", "content": "say"}]
+    (out / "config.json").write_bytes((base / "config.json").read_bytes())
+    loaded: Any = AutoTokenizer.from_pretrained(out)
+    assert loaded.eos_token == eos
+    assert loaded.apply_chat_template(talk)["input_ids"] == tokenizer.apply_chat_template(talk)["input_ids"]
+
+
 def test_without_a_fast_tokenizers_file(base: Path, tmp_path: Path) -> None:
     """Files of vocabulary and merges, beside which new tokens have a file of their own."""
     old = AutoTokenizer.from_pretrained(base)
@@ -156,6 +205,7 @@ def test_what_differs_in_more_is_written_by_transformers(base: Path, tmp_path: P
     """Another vocabulary, or a tokenizer that came from no directory."""
     save_tokenizer(other := tmp_path / "other")
     tokenizer = AutoTokenizer.from_pretrained(other)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<x>"]})
     expected = own(other)
     for number, name in enumerate((str(base), "", str(tmp_path / "gone"))):
         tokenizer.name_or_path = name
@@ -163,6 +213,10 @@ def test_what_differs_in_more_is_written_by_transformers(base: Path, tmp_path: P
         made = written(tokenizer, base, tmp_path / f"{number}")
         assert made.keys() == expected.keys()
         assert made["tokenizer.json"]["normalizer"] == {"type": "Lowercase"}
+        # which transformers 4 loads, too
+        assert made["tokenizer_config.json"]["tokenizer_class"] == "PreTrainedTokenizerFast"
+        assert made["tokenizer_config.json"]["additional_special_tokens"] == ["<x>"]
+        assert made["tokenizer_config.json"].keys().isdisjoint({"extra_special_tokens", "is_local", "backend"})
 
 
 def test_a_run_makes_them_once(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,10 @@ def ends(directory: Path) -> Any:
     return GenerationConfig.from_pretrained(directory).eos_token_id
 
 
+def eos(directory: Path) -> Any:
+    return json.loads((directory / "tokenizer_config.json").read_text())["eos_token"]
+
+
 @pytest.mark.parametrize("adapter", tiered(slow=["", "--adapter lora --merge"]))
 def test_of_a_run(runs: Runs, base: tuple[Path, dict[str, int]], tmp_path: Path, adapter: str) -> None:
     model, ids = base
@@ -58,6 +62,11 @@ def test_of_a_run(runs: Runs, base: tuple[Path, dict[str, int]], tmp_path: Path,
         assert checkpoints(["convert", str(ended.checkpoint(1)), shards, "--ep-size", "2"]) == 0
         assert checkpoints(["export", shards, str(again)]) == 0
     assert ends(out / "hf") == ends(again) == [ids[EOS], ids[END]]
+    for directory in (out / "hf", again, *([out / "adapter"] if adapter else [])):
+        # which llama.cpp goes by, as it reads no generation_config.json
+        assert eos(directory) == END
+    for directory in (out / "hf", again):
+        assert json.loads((directory / "config.json").read_text())["eos_token_id"] == ids[END]
     if (model / "generation_config.json").exists():
         assert GenerationConfig.from_pretrained(out / "hf").temperature == 0.6
 
@@ -84,6 +93,7 @@ def test_from_python(base: tuple[Path, dict[str, int]], tmp_path: Path, adapter:
         assert engine.end_tokens(engine.tokenizer) == sorted([ids[EOS], ids[END]])
         saved = engine.save(tmp_path / "saved")
         assert ends(saved / "model") == [ids[EOS], ids[END]]
+        assert eos(tmp_path / "one") == eos(saved / "model") == END
 
         tokenizer = AutoTokenizer.from_pretrained(model)
         tokenizer.eos_token = OTHER
@@ -98,6 +108,7 @@ def test_from_python(base: tuple[Path, dict[str, int]], tmp_path: Path, adapter:
             trainer.train()
         trainer.save_model()
         assert ends(tmp_path / "two") == [ids[EOS], *sorted([ids[END], ids[OTHER]])]
+        assert eos(tmp_path / "two") == OTHER, "there are two new ones: neither takes the place of EOS"
         (saved,) = (tmp_path / "two" / "checkpoint-1" / "expertmesh").glob("step-*")
         assert ends(saved / "model") == ends(tmp_path / "two")
     finally:

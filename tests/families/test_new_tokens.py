@@ -165,6 +165,7 @@ def test_adapters_and_peft(runs: Runs, tmp_path: Path, family: str) -> None:
     assert checkpoints_main(["merge", str(base), str(adapter), str(tmp_path / "merged")]) == 0
     for merged in (tmp_path / "merged", tmp_path / "run" / "hf"):
         assert relative_error(logits_of(merged), theirs) < OTHER_ORDER
+        assert AutoTokenizer.from_pretrained(merged).convert_tokens_to_ids(TOKENS) == list(range(KNOWN, NEW))
     again = runs.train(1, base, tmp_path / "again", *flags, "--max-steps", 0, "--init-adapter", adapter)
     assert checkpoints_main(["verify", str(adapter), str(again)]) == 0
     said = runs.refused(base, tmp_path / "out", "--add-tokens", *TOKENS, "--max-steps", 0)

@@ -38,10 +38,12 @@ from expertmesh.training.start.inputs import (
     Inputs,
     _check_names_of_parts,
     _read_samples,
+    _tokenizer,
     _tokens_in,
     _unseen,
     _without_effect,
 )
+from tests.tiny import save_tokenizer
 
 
 @pytest.fixture
@@ -1545,6 +1547,20 @@ def test_a_path_that_ends_like_a_weight(tmp_path: Path, tokenizer: Any) -> None:
     specs = parse_datasets("--dataset", [f"{tmp_path / 'run:2'}:0.5", f"{colon}:2", f"{other}:1"])
     assert specs == [DatasetSpec(str(tmp_path / "run:2"), 0.5), DatasetSpec(str(colon), 2.0), DatasetSpec(other, 1.0)]
     assert parse_datasets("--dataset", [str(colon)]) == [DatasetSpec(str(colon), None)]
+
+
+def test_tokens_that_were_added_before_stay_as_they_are(tmp_path: Path) -> None:
+    """Of --add-tokens; the others are found in texts as they stand there."""
+    save_tokenizer(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.add_tokens("<end>", special_tokens=True)
+    tokenizer.save_pretrained(tmp_path)
+    number = len(tokenizer)
+    added = _tokenizer(str(tmp_path), ["<end>,<one>"]).added_tokens_decoder
+    flags = {token.content: (token.special, token.normalized) for token in added.values()}
+    assert flags["<end>"] == (True, False)
+    assert flags["<one>"] == (False, False)
+    assert max(added) == number
 
 
 def test_new_tokens_that_no_record_contains(tmp_path: Path, tokenizer: Any) -> None:

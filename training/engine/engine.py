@@ -25,6 +25,7 @@ from ...checkpoints.hf.export import export_model
 from ...checkpoints.hf.export_plan import plan_export
 from ...checkpoints.hf.side_files import side_files
 from ...checkpoints.hf.source import ModelSource
+from ...checkpoints.hf.tokenizer_files import has_tokenizer
 from ...checkpoints.model_card import model_card
 from ...checkpoints.training_state.marker import check_carried
 from ...checkpoints.training_state.resuming import ResumableOptimizer, load_training_state
@@ -656,11 +657,11 @@ class Engine:
         source = self.checkpoint.source
         if source.generation_config is None:
             return []
-        added = [end for end in source.answer_ends if end not in source.generation_ends]
+        eos = "" if source.answer_end is None else ", and config.json the first, as its EOS"
         return [
-            f"answers end with {_named(added, tokenizer)}, and generation with "
+            f"answers end with {_named(source.new_ends, tokenizer)}, and generation with "
             f"{_named(source.generation_ends, tokenizer) or 'no token'}: the exported "
-            "generation_config.json has both"
+            f"generation_config.json has both{eos}"
         ]
 
     # ---- training checkpoints ----
@@ -672,8 +673,8 @@ class Engine:
             tokenizer: saved with the model; None: that of the settings, or the source's own.
             facts: of the data, to be compared on resume.
         """
-        tokenizer = self._saved(tokenizer)
         self.find_ends(tokenizer)
+        tokenizer = self._saved(tokenizer)
         base = None if self.config.adapter == "none" else {"path": str(self.source.path)}
         limit, all_facts = self.config.save_total_limit, {**self.facts, **(facts or {})}
         self.saver = Saver(directory, self.checkpoint, tokenizer, limit, base, all_facts, self._card)
@@ -829,8 +830,8 @@ class Engine:
             if self.ranks.rank == 0 and not overwrite and out.exists() and (not out.is_dir() or any(out.iterdir())):
                 raise ExpertMeshError(f"{out}: already contains files; choose another, or give overwrite=True")
         self.release()
-        tokenizer = self._saved(tokenizer)
         config, lines = self.config, self.find_ends(tokenizer)
+        tokenizer = self._saved(tokenizer)
         if config.adapter == "none":
             how = (config.shard_bytes, tokenizer, self.ranks, self._card())
             lines += export_model(self.model, self.checkpoint, self.topology, out, *how)
@@ -867,8 +868,9 @@ class Engine:
         return ""
 
     def _saved(self, tokenizer: Any) -> Any:
-        """What is saved with the model; None: the source's own."""
-        return self.tokenizer if tokenizer is None and self.config.has_own_tokenizer else tokenizer
+        """What is saved with the model; None: the source's own, as it is."""
+        ends = self.checkpoint.source.answer_end is not None and has_tokenizer(self.source.path)
+        return self.tokenizer if tokenizer is None and (ends or self.config.has_own_tokenizer) else tokenizer
 
 
 def start_engine(config: TrainConfig, ranks: Ranks, tell: Tell, data: Sequence[str] = ()) -> Engine:

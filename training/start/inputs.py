@@ -4,6 +4,7 @@ import datetime
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -349,6 +350,7 @@ def load_tokenizer(where: str, source: ModelSource, added: Sequence[str] = ()) -
 
 
 def _tokenizer(where: str, added: Sequence[str] = ()) -> Any:
+    from tokenizers import AddedToken
     from transformers import AutoTokenizer
 
     try:
@@ -359,9 +361,14 @@ def _tokenizer(where: str, added: Sequence[str] = ()) -> Any:
         # the Rust library panics at some damaged files, which is no Exception and has no class that can be imported
         if not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
             raise
-        raise ExpertMeshError(f"{where}: has no tokenizer; give one with --tokenizer ({error})") from error
+        is_unread = (Path(where) / "tokenizer.model").is_file() and find_spec("sentencepiece") is None
+        remedy = "install sentencepiece, which reads tokenizer.model, or " if is_unread else ""
+        raise ExpertMeshError(f"{where}: has no tokenizer; {remedy}give one with --tokenizer ({error})") from error
     for entry in added:
-        tokenizer.add_tokens(_tokens_in(entry))
+        # found in texts as they are, which every file that a tokenizer is read from can say; one that was added before
+        # stays as it is, special or not
+        new = [token for token in _tokens_in(entry) if token not in tokenizer.added_tokens_encoder]
+        tokenizer.add_tokens([AddedToken(token, normalized=False) for token in new])
     return tokenizer
 
 
