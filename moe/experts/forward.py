@@ -6,7 +6,7 @@ layer first runs and makes current when it is recomputed. So no state of a micro
 them may wait for their backwards, in any order.
 
 Shape suffixes: B sequences, S positions, T = B·S tokens, N positions with a target, K further tokens at each of them,
-D model width, E experts.
+or experts of each token, L MoE layers, D model width, E experts.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,7 @@ from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from ..kernels.weight_gradients import WeightGradients
@@ -89,7 +90,12 @@ class Forward:
         image_rows_N: int64, which of the images' features are for this rank's image tokens; None: all of them.
         runs_tower_idly: whether a tower with FSDP units of its own is run though there are no images here, as other
             ranks have some; None: all ranks agree on it when they call the model.
-        has_run: whether a model was called.
+        has_run: whether a model was called. shape_BS, device: of its sequences.
+        routed_experts_BSLK: int16, the experts to be used in place of those that routers choose, below 0 where they are
+            to choose; None: they always do (see `replay`).
+        records_choices: whether the experts that were used are left in `chosen_TK`, by MoE layer.
+        replayed_2: int64, of each MoE layer, replayed choices that its router would have made otherwise, and all
+            replayed ones, until its statistics take them.
     """
 
     is_token_BS: Tensor | None = None
@@ -111,6 +117,12 @@ class Forward:
     image_rows_N: Tensor | None = None
     runs_tower_idly: bool | None = None
     has_run: bool = False
+    shape_BS: torch.Size | None = None
+    device: torch.device | None = None
+    routed_experts_BSLK: Tensor | None = None
+    records_choices: bool = False
+    chosen_TK: dict[nn.Module, Tensor] = field(default_factory=dict)
+    replayed_2: dict[nn.Module, Tensor] = field(default_factory=dict)
 
     def __enter__(self) -> Self:
         self._token: Token[Forward | None] = _CURRENT.set(self)
@@ -138,6 +150,7 @@ class Forward:
             weight_gradients=self.weight_gradients,
             has_router_losses=self.has_router_losses,
             is_again=True,
+            routed_experts_BSLK=self.routed_experts_BSLK,
         )
 
     def take_stats(self, layers: Sequence[nn.Module]) -> list[RouterStats]:
@@ -150,6 +163,7 @@ class Forward:
         """The `Forward` for a part of it in which other ranks share the sequences."""
         other = self.again()
         other.is_token_BS, other.split, other.layout, other.is_again = None, split, None, self.is_again
+        other.routed_experts_BSLK = None
         return other
 
     def of_complete_sequences(self, segments: tuple[int, ...] | None) -> "Forward":
@@ -160,7 +174,7 @@ class Forward:
         """
         complete = self.again()
         complete.is_token_BS, complete.split, complete.is_again = None, None, self.is_again
-        complete.segments = segments
+        complete.segments, complete.routed_experts_BSLK = segments, None
         return complete
 
 
@@ -210,9 +224,10 @@ def _before_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     assert not forward.has_run, "a Forward is one forward of a model: make a new one for the next"
     forward.has_run = True
     attention_mask = kwargs.get("attention_mask")
+    candidates = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+    tokens = next(t for t in candidates if t is not None)
+    forward.shape_BS, forward.device = tokens.shape[:2], tokens.device
     if forward.is_token_BS is None and isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
-        candidates = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
-        tokens = next(t for t in candidates if t is not None)
         # with a KV cache the mask also covers the tokens of earlier calls
         forward.is_token_BS = attention_mask[:, -tokens.shape[1] :].bool()
 
