@@ -20,7 +20,7 @@ from expertmesh.moe.experts.replay import RouteReader, route_reader
 from expertmesh.moe.hf_model.build import build_model
 from expertmesh.moe.util.errors import ExpertMeshError
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import in_full, in_our_layout
+from tests.distributed.reference import in_full, in_our_layout, local_grads
 from tests.families.configs import tiny_model
 from tests.families.test_families import FAMILIES, compare
 from tests.in_double import InDouble
@@ -58,8 +58,8 @@ def random_routes(reader: RouteReader, mask_BS: Tensor) -> Tensor:
 
 @contextmanager
 def choosing(reader: RouteReader, routes_BSLK: Tensor | None) -> Iterator[list[Tensor]]:
-    """Within it, transformers' code gets these experts, layer after layer, whenever it asks for as many of as many
-    scores; and the groups in which they are. Yields what its routers chose themselves."""
+    """Within it, transformers' code gets these experts, layer after layer and some sequences after others, whenever it
+    asks for as many of as many scores; and the groups in which they are. Yields what its routers chose themselves."""
     numbers = [number for number, choices in enumerate(reader.num_choices) if choices is not None]
     chosen: list[Tensor] = []
     topk = torch.topk
@@ -68,7 +68,8 @@ def choosing(reader: RouteReader, routes_BSLK: Tensor | None) -> Iterator[list[T
         own, columns = topk(scores, k, dim=dim, **others), scores.shape[-1]
         choices = max(number or 0 for number in reader.num_choices)
         number = numbers[len(chosen) % len(numbers)]
-        given = None if routes_BSLK is None else routes_BSLK[:, :, number].reshape(-1, reader.top_k)
+        begin = len(chosen) // len(numbers) * (tokens := scores.shape[:-1].numel())
+        given = None if routes_BSLK is None else routes_BSLK[:, :, number].flatten(0, 1)[begin : begin + tokens]
         if given is not None and columns == 2 and scores.dim() == 2 and len(scores) == len(given):
             groups = torch.where(given[:, :k] < 0, own.indices, given[:, :k] // (choices // 2))
             return torch.return_types.topk((scores.gather(-1, groups), groups))
@@ -221,7 +222,7 @@ def recorded(path: Path, settings: dict[str, Any], batch: dict[str, Any]) -> Any
     def gradients(given: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
         engine.optimizer.zero_grad()
         result = engine.forward_backward(given)
-        return result, {n: p.grad.clone() for n, p in engine.model.named_parameters() if p.grad is not None}
+        return result, {name: grad.clone() for name, grad in local_grads(engine.model).items()}
 
     told = []
     for _ in range(2):
