@@ -9,7 +9,8 @@ Shape suffixes: B sequences, S positions, T = B·S tokens, N positions with a ta
 or experts of each token, L MoE layers, D model width, E experts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -211,7 +212,37 @@ def give_forwards(model: nn.Module) -> None:
 
 @dataclass(eq=False)
 class _OwnForward(Forward):
-    """The `Forward` of a call of a model for which none was current: it ends with the call."""
+    """The `Forward` of a call of a model for which none was current: it ends with the call. Within it another model may
+    be called, such as a teacher, which gets one of its own."""
+
+    model: nn.Module | None = None
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Where calls of a model leave forwards of their own (see `keeping_forwards`)."""
+
+    model: nn.Module
+    has_router_losses: bool
+    forwards: list[Forward] = field(default_factory=list)
+
+
+_KEPT: ContextVar[_Kept | None] = ContextVar("_KEPT", default=None)
+
+
+@contextmanager
+def keeping_forwards(model: nn.Module, has_router_losses: bool) -> Iterator[list[Forward]]:
+    """Within it, each call of a model with gradients, for which no `Forward` is current, leaves its own in a list.
+
+    Args:
+        has_router_losses: see `Forward`.
+    """
+    kept = _Kept(model, has_router_losses)
+    token = _KEPT.set(kept)
+    try:
+        yield kept.forwards
+    finally:
+        _KEPT.reset(token)
 
 
 def _before_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -219,8 +250,11 @@ def _before_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     suffices for right-padded training batches, where causal attention hides the padding by itself and a mask would only
     cost memory."""
     forward = current_forward()
-    if forward is None:
-        forward = _OwnForward().__enter__()
+    if forward is None or (isinstance(forward, _OwnForward) and forward.model is not model):
+        kept = _KEPT.get()
+        forward = _OwnForward(has_router_losses=kept is None or kept.has_router_losses, model=model).__enter__()
+        if kept is not None and kept.model is model and torch.is_grad_enabled():
+            kept.forwards.append(forward)
     assert not forward.has_run, "a Forward is one forward of a model: make a new one for the next"
     forward.has_run = True
     attention_mask = kwargs.get("attention_mask")
@@ -234,7 +268,7 @@ def _before_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _after_model(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     forward = current_forward()
-    if isinstance(forward, _OwnForward):
+    if isinstance(forward, _OwnForward) and forward.model is model:
         forward.__exit__()
 
 
