@@ -26,7 +26,6 @@ from tests.families.test_replay import choosing
 from tests.tiny import save_tokenizer
 
 trl = pytest.importorskip("trl")
-pytest.importorskip("expertmesh.training.api.own_loss", reason="GRPO's loss is its Trainer's own")
 
 FAMILY = "qwen2_moe"
 """Whose first layer has no experts."""
@@ -96,7 +95,7 @@ class Keyed(trl.GRPOTrainer):  # type: ignore[name-defined]
             return super()._get_per_token_logps_and_entropies(model, input_ids, mask, *a, **kw)
 
 
-class Ours(expertmesh.RoutingReplay, expertmesh.TrainerMixin, trl.GRPOTrainer):  # type: ignore[misc, name-defined]
+class Ours(expertmesh.RoutingReplay, expertmesh.TrainerMixin, trl.GRPOTrainer):  # type: ignore[name-defined]
     pass
 
 

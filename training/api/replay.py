@@ -97,7 +97,10 @@ class RoutingReplay(_Base):
             return self._routes_BSLK
         assert self._given is not None
         with raise_together():
-            of_rows = [torch.as_tensor(given).long().cpu() for given in self._given]
+            try:
+                of_rows = [torch.as_tensor(given).long().cpu() for given in self._given]
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise ExpertMeshError(f"{ROUTED_EXPERTS} of the rollout has what is no tensor: {error}") from error
             is_token_BS = mask_BS.bool().cpu()
             numbers = is_token_BS.sum(dim=1).tolist()
             if len(of_rows) != len(numbers):
