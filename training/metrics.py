@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 LOSS_OF, SHARE_OF = "loss/", "share/"
 """What figures by data set begin with: the sum of what the loss is a mean of, and how many of these there are, both
 divided by the number in all."""
+REPLAY_CHANGED = "router_replay_changed"
+"""Also of what a step tells of batches with `routed_experts`."""
 Record = Mapping[str, Any]
 """A line of metrics.jsonl."""
 
@@ -119,6 +121,11 @@ def _mean_busiest(tokens_LE: list[list[int]]) -> float:
     """Mean over layers."""
     loads = [max(tokens_E) * len(tokens_E) / sum(tokens_E) for tokens_E in tokens_LE or []]
     return sum(loads) / len(loads) if loads else 0.0
+
+
+def _replay_changed(routing: Routing) -> float | None:
+    changed, number = routing.replayed_2.tolist()
+    return changed / number if number else None
 
 
 def _is_routing_known(interval: Interval) -> bool:
@@ -517,6 +524,17 @@ METRICS = [
             references=_even_entropy,
             reaches_all=True,
         ),
+    ),
+    Metric(
+        name=REPLAY_CHANGED,
+        unit="",
+        meaning="share of the replayed choices of experts that routers would have made otherwise; only with "
+        "`routed_experts`, in a loop of your own or a Trainer",
+        of="steps",
+        value=lambda interval: _replay_changed(interval.routing),
+        over_ranks="alike",
+        is_logged=lambda interval: interval.has_routing and _replay_changed(interval.routing) is not None,
+        in_trainer=True,
     ),
     Metric(
         name="dropped_tokens",

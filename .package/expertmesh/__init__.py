@@ -8,8 +8,8 @@
     engine.export("out")
 
 `Trainer` does the same with `transformers.Trainer`, `TrainerMixin` with any class that is built on it, such as trl's
-`SFTTrainer`. To import this package changes nothing in the process, and loads neither torch nor transformers; each name
-is imported when it is first asked for.
+`SFTTrainer`; `RoutingReplay` stands before it with trl's `GRPOTrainer`. To import this package changes nothing in the
+process, and loads neither torch nor transformers; each name is imported when it is first asked for.
 """
 
 from importlib import import_module
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .moe.util.errors import ExpertMeshError
     from .training.api.hf_trainer import Trainer, TrainerMixin
     from .training.api.library import load
+    from .training.api.replay import RoutingReplay
     from .training.config.train_config import TrainConfig
     from .training.engine.engine import Engine
     from .training.steps.evaluate import Evaluation
@@ -31,6 +32,7 @@ __all__ = [
     "Engine",
     "Evaluation",
     "ExpertMeshError",
+    "RoutingReplay",
     "StepResult",
     "TrainConfig",
     "Trainer",
@@ -43,6 +45,7 @@ _MODULES = {
     "Engine": "training.engine.engine",
     "Evaluation": "training.steps.evaluate",
     "ExpertMeshError": "moe.util.errors",
+    "RoutingReplay": "training.api.replay",
     "StepResult": "training.steps.step",
     "TrainConfig": "training.config.train_config",
     "Trainer": "training.api.hf_trainer",

@@ -6,14 +6,16 @@ layer first runs and makes current when it is recomputed. So no state of a micro
 them may wait for their backwards, in any order.
 
 Shape suffixes: B sequences, S positions, T = B·S tokens, N positions with a target, K further tokens at each of them,
-D model width, E experts.
+or experts of each token, L MoE layers, D model width, E experts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from ..kernels.weight_gradients import WeightGradients
@@ -89,7 +91,12 @@ class Forward:
         image_rows_N: int64, which of the images' features are for this rank's image tokens; None: all of them.
         runs_tower_idly: whether a tower with FSDP units of its own is run though there are no images here, as other
             ranks have some; None: all ranks agree on it when they call the model.
-        has_run: whether a model was called.
+        has_run: whether a model was called. shape_BS, device: of its sequences.
+        routed_experts_BSLK: int16, the experts to be used in place of those that routers choose, below 0 where they are
+            to choose; None: they always do (see `replay`).
+        records_choices: whether the experts that were used are left in `chosen_TK`, by MoE layer.
+        replayed_2: int64, of each MoE layer, replayed choices that its router would have made otherwise, and all
+            replayed ones, until its statistics take them.
     """
 
     is_token_BS: Tensor | None = None
@@ -111,6 +118,12 @@ class Forward:
     image_rows_N: Tensor | None = None
     runs_tower_idly: bool | None = None
     has_run: bool = False
+    shape_BS: torch.Size | None = None
+    device: torch.device | None = None
+    routed_experts_BSLK: Tensor | None = None
+    records_choices: bool = False
+    chosen_TK: dict[nn.Module, Tensor] = field(default_factory=dict)
+    replayed_2: dict[nn.Module, Tensor] = field(default_factory=dict)
 
     def __enter__(self) -> Self:
         self._token: Token[Forward | None] = _CURRENT.set(self)
@@ -138,6 +151,7 @@ class Forward:
             weight_gradients=self.weight_gradients,
             has_router_losses=self.has_router_losses,
             is_again=True,
+            routed_experts_BSLK=self.routed_experts_BSLK,
         )
 
     def take_stats(self, layers: Sequence[nn.Module]) -> list[RouterStats]:
@@ -150,6 +164,7 @@ class Forward:
         """The `Forward` for a part of it in which other ranks share the sequences."""
         other = self.again()
         other.is_token_BS, other.split, other.layout, other.is_again = None, split, None, self.is_again
+        other.routed_experts_BSLK = None
         return other
 
     def of_complete_sequences(self, segments: tuple[int, ...] | None) -> "Forward":
@@ -160,7 +175,7 @@ class Forward:
         """
         complete = self.again()
         complete.is_token_BS, complete.split, complete.is_again = None, None, self.is_again
-        complete.segments = segments
+        complete.segments, complete.routed_experts_BSLK = segments, None
         return complete
 
 
@@ -197,7 +212,37 @@ def give_forwards(model: nn.Module) -> None:
 
 @dataclass(eq=False)
 class _OwnForward(Forward):
-    """The `Forward` of a call of a model for which none was current: it ends with the call."""
+    """The `Forward` of a call of a model for which none was current: it ends with the call. Within it another model may
+    be called, such as a teacher, which gets one of its own."""
+
+    model: nn.Module | None = None
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Where calls of a model leave forwards of their own (see `keeping_forwards`)."""
+
+    model: nn.Module
+    has_router_losses: bool
+    forwards: list[Forward] = field(default_factory=list)
+
+
+_KEPT: ContextVar[_Kept | None] = ContextVar("_KEPT", default=None)
+
+
+@contextmanager
+def keeping_forwards(model: nn.Module, has_router_losses: bool) -> Iterator[list[Forward]]:
+    """Within it, each call of a model with gradients, for which no `Forward` is current, leaves its own in a list.
+
+    Args:
+        has_router_losses: see `Forward`.
+    """
+    kept = _Kept(model, has_router_losses)
+    token = _KEPT.set(kept)
+    try:
+        yield kept.forwards
+    finally:
+        _KEPT.reset(token)
 
 
 def _before_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -205,21 +250,25 @@ def _before_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     suffices for right-padded training batches, where causal attention hides the padding by itself and a mask would only
     cost memory."""
     forward = current_forward()
-    if forward is None:
-        forward = _OwnForward().__enter__()
+    if forward is None or (isinstance(forward, _OwnForward) and forward.model is not model):
+        kept = _KEPT.get()
+        forward = _OwnForward(has_router_losses=kept is None or kept.has_router_losses, model=model).__enter__()
+        if kept is not None and kept.model is model and torch.is_grad_enabled():
+            kept.forwards.append(forward)
     assert not forward.has_run, "a Forward is one forward of a model: make a new one for the next"
     forward.has_run = True
     attention_mask = kwargs.get("attention_mask")
+    candidates = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+    tokens = next(t for t in candidates if t is not None)
+    forward.shape_BS, forward.device = tokens.shape[:2], tokens.device
     if forward.is_token_BS is None and isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
-        candidates = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
-        tokens = next(t for t in candidates if t is not None)
         # with a KV cache the mask also covers the tokens of earlier calls
         forward.is_token_BS = attention_mask[:, -tokens.shape[1] :].bool()
 
 
 def _after_model(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     forward = current_forward()
-    if isinstance(forward, _OwnForward):
+    if isinstance(forward, _OwnForward) and forward.model is model:
         forward.__exit__()
 
 

@@ -9,6 +9,8 @@ Shape suffixes: B sequences, S sequence length, T = B·S tokens on this rank, D 
 rank, K experts per token.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -36,6 +38,7 @@ class DMoE(nn.Module):
             is no such module, and so neither an auxiliary loss nor an entropy.
         kind: how that one scores experts from its logits.
         correction_bias: path of the buffer that is added to its scores, but for the choice alone; None if it has none.
+        num_choices: see `SeenExperts`.
     """
 
     def __init__(self, mlp: ExpertMLP, post_expert_norm: nn.Module | None = None):
@@ -46,6 +49,7 @@ class DMoE(nn.Module):
         self.beside: Beside | None = None
         self.router: str | None = None
         self.correction_bias: str | None = None
+        self.num_choices: int | None = 0
         self.kind = UNKNOWN
 
     @property
@@ -78,6 +82,7 @@ class DMoE(nn.Module):
             num_rows = sum(part.experts.num_rows for part in sent.parts)
             given = counts_E, logits_TE, is_token_T, num_rows, self.kind.score
             stats = router_stats(*given, has_losses=forward.has_router_losses)
+            stats = replace(stats, replayed_2=forward.replayed_2.pop(self, None))
             if not forward.is_again:
                 forward.stats[self] = stats
         return sent.combine(returned)

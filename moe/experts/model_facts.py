@@ -27,13 +27,16 @@ class Attention:
 class SeenExperts:
     """top_k: experts per token. router: path of the module that chose them, None where no module returned exactly the
     choice that the experts got. num_logits: logits per token that it returned beside its choice. kind: of router.
-    beside: path of a module that is called after the experts, on their tokens alone; None where there is none."""
+    beside: path of a module that is called after the experts, on their tokens alone; None where there is none.
+    num_choices: how many scores per token the `topk` of the experts' block has chosen from: one for each expert, and
+    perhaps for computing nothing; 0: no `topk` chose, None: but a table by token."""
 
     top_k: int
     router: str | None
     num_logits: int
     kind: "RouterKind"
     beside: str | None = None
+    num_choices: int | None = 0
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ balanced together: 1, or L.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -56,6 +56,7 @@ class RouterStats:
         no gradient; None too where the scores are unknown. They are those of all experts, before groups or a correction
         bias leave some out.
     rows_computed: rows that this rank's experts have computed, whichever rank's tokens they are.
+    replayed_2: see `Forward`; None where nothing was replayed.
     """
 
     counts_E: Tensor
@@ -63,6 +64,7 @@ class RouterStats:
     z_sum: Tensor | None
     entropy_sum: Tensor | None
     rows_computed: int
+    replayed_2: Tensor | None = None
 
 
 def router_stats(
@@ -148,17 +150,20 @@ class Routing:
     counts_LE: tokens that chose each expert, int64. entropy_L: of the router's probabilities, in nats, fp64; NaN where
     the router's logits are not to be had.
     rows_computed_L: rows that went through an expert, int64: all that were routed, since nothing is dropped.
+    replayed_2: replayed choices that routers would have made otherwise, and all replayed ones, int64.
     """
 
     counts_LE: Tensor
     entropy_L: Tensor
     rows_computed_L: Tensor
+    replayed_2: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.int64))
 
     def __add__(self, other: "Routing") -> "Routing":
         return Routing(
             self.counts_LE + other.counts_LE,
             self.entropy_L + other.entropy_L,
             self.rows_computed_L + other.rows_computed_L,
+            self.replayed_2 + other.replayed_2,
         )
 
 
@@ -171,16 +176,17 @@ def routing_of(stats: Sequence[RouterStats]) -> Routing:
     counts_LE = torch.stack([s.counts_E for s in stats])
     unknown = torch.full((), torch.nan, device=counts_LE.device)
     entropy_L = torch.stack([unknown if s.entropy_sum is None else s.entropy_sum for s in stats]).double()
-    rows_L = torch.tensor([s.rows_computed for s in stats])
-    return Routing(counts_LE, entropy_L, rows_L)
+    rows_L, none = torch.tensor([s.rows_computed for s in stats]), counts_LE.new_zeros(2)
+    return Routing(counts_LE, entropy_L, rows_L, sum((s.replayed_2 for s in stats if s.replayed_2 is not None), none))
 
 
 def over_ranks(routing: Routing) -> Routing:
     """Summed over all ranks, in one all-reduce, and brought to the host."""
     counts_LE, device = routing.counts_LE, routing.counts_LE.device
     # counts are exact in fp64 up to 2^53
-    parts = [counts_LE.double().flatten(), routing.entropy_L, routing.rows_computed_L.double().to(device)]
+    others = (routing.rows_computed_L, routing.replayed_2)
+    parts = [counts_LE.double().flatten(), routing.entropy_L, *(x.double().to(device) for x in others)]
     sums = torch.cat(parts)
     dist.all_reduce(sums)
-    counts, entropy_L, rows_L = sums.cpu().split([part.numel() for part in parts])
-    return Routing(counts.long().view_as(counts_LE), entropy_L, rows_L.long())
+    counts, entropy_L, rows_L, replayed_2 = sums.cpu().split([part.numel() for part in parts])
+    return Routing(counts.long().view_as(counts_LE), entropy_L, rows_L.long(), replayed_2.long())

@@ -23,6 +23,7 @@ from ..experts.layer import DMoE
 from ..experts.layout import expert_modules, read_layout
 from ..experts.model_facts import SeenExperts, facts_of, give_facts
 from ..experts.model_layers import moe_layers, moe_shape
+from ..experts.replay import take_routes
 from ..kernels.kernel_entries import KernelEntry
 from ..kernels.kernel_registry import KernelNeeds
 from ..linear.linear import hold_transposed
@@ -73,6 +74,7 @@ def build_model(config: Any, attn_implementation: str = "auto", images: bool = F
     give_facts(model, facts, key)
     call_layers(model)
     give_forwards(model)
+    take_routes(model)
     if images:
         see_images(model, seen)
     begin_change(model, "linear layers")
@@ -437,6 +439,7 @@ def swap_experts(model: nn.Module, seen: Mapping[str, SeenExperts]) -> None:
         if called.beside is not None:
             ours.beside = Beside(model.get_submodule(called.beside))
         ours.correction_bias = _correction_bias(model, parent, ours.shape.num_experts)
+        ours.num_choices = called.num_choices
         if called.router is not None and called.num_logits == ours.shape.num_experts:
             ours.router, ours.kind = called.router, called.kind
             take_logits(model.get_submodule(called.router), ours)

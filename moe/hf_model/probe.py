@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..experts.layout import expert_modules
 from ..experts.model_facts import Attention, ProbedFacts, SeenExperts
+from ..experts.replay import SeesChoices
 from ..experts.router_stats import LOG_SCORES, UNKNOWN, RouterKind
 from ..torch_private import CalledDirectly
 from ..util.errors import ExpertMeshError
@@ -52,7 +53,8 @@ def probe(model: Any) -> ProbedFacts:
             if given.get("dropout_p", 0.0 if "dropout_p" in names else 1.0) > 0:
                 random.append(operator)
 
-    with _on_meta(model) as calls, _noting_reads(model) as (reads, handed, uncalled):
+    noting_choices = _noting_choices(model)
+    with _on_meta(model) as calls, noting_choices as choices, _noting_reads(model) as (reads, handed, uncalled):
         # kernels that are for training alone may take weights of several layers at once
         with _BeforeOperators(note_random), _NotingWeights() as weights:
             asked = {"labels": torch.zeros_like(positions_BS), "output_router_logits": True}
@@ -72,13 +74,15 @@ def probe(model: Any) -> ProbedFacts:
     kinds: dict[type, RouterKind] = {}
     for path, (x_TD, experts_TK) in calls.items():
         router, beside = _router(experts_TK, called), _beside(path, x_TD, called)
+        num_choices = _num_choices(model, path, experts_TK.shape[1], choices[path])
         if router is None:
-            experts[path] = SeenExperts(experts_TK.shape[1], None, 0, UNKNOWN, beside)
+            experts[path] = SeenExperts(experts_TK.shape[1], None, 0, UNKNOWN, beside, num_choices)
             continue
         num_logits, module = called[router].output[0].shape[-1], model.get_submodule(router)
         if type(module) not in kinds:
             kinds[type(module)] = try_router(module, called[router].args, num_logits, _groups(model.config))
-        experts[path] = SeenExperts(experts_TK.shape[1], router, num_logits, kinds[type(module)], beside)
+        kind = kinds[type(module)]
+        experts[path] = SeenExperts(experts_TK.shape[1], router, num_logits, kind, beside, num_choices)
     return ProbedFacts(
         experts,
         head in called and logits is called[head].output,
@@ -312,6 +316,47 @@ def _groups(config: Any) -> tuple[int, int] | None:
     text_config = config.get_text_config()
     groups, a_token = getattr(text_config, "n_group", None), getattr(text_config, "topk_group", None)
     return (groups, a_token) if isinstance(groups, int) and isinstance(a_token, int) else None
+
+
+class _NotingChoices(SeesChoices):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: tuple[int, int] | None = None
+
+    def chose(self, scores: Tensor, k: int, top_k: Any) -> Any:
+        self.last = (scores.shape[-1], k)
+        return top_k(scores)
+
+
+@contextmanager
+def _noting_choices(model: nn.Module) -> Iterator[dict[str, tuple[int, int] | None]]:
+    """(scores, chosen ones) of the last `topk` that a block has called before its experts, by their path; to be entered
+    within `_on_meta`."""
+    found: dict[str, tuple[int, int] | None] = {}
+
+    def run(own: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+        with _NotingChoices() as noting:
+            noted[path] = noting
+            return own(*args, **kwargs)
+
+    def called(own: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+        found[path] = noted[path].last
+        return own(*args, **kwargs)
+
+    noted: dict[str, _NotingChoices] = {}
+    for path, experts in expert_modules(model):
+        block = model.get_submodule(path.rpartition(".")[0])
+        block.forward, experts.forward = partial(run, block.forward, path), partial(called, experts.forward, path)
+    yield found
+
+
+def _num_choices(model: nn.Module, path: str, top_k: int, last: tuple[int, int] | None) -> int | None:
+    """See `SeenExperts`. last: see `_noting_choices`."""
+    if last is not None and last[1] == top_k:
+        return last[0]
+    buffers = model.get_submodule(path.rpartition(".")[0]).buffers()
+    is_table = any(not x.is_floating_point() and x.dim() == 2 and x.shape[1] == top_k for x in buffers)
+    return None if is_table else 0
 
 
 def _router(experts_TK: Tensor, called: dict[str, _Called]) -> str | None:

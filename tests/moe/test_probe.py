@@ -30,7 +30,9 @@ def test_what_is_seen() -> None:
     seen = probe(on_meta(tiny_config(num_experts_per_tok=3)))
     assert seen.head_is_last
     assert seen.experts == {
-        f"model.layers.{n}.mlp.experts": SeenExperts(3, f"model.layers.{n}.mlp.gate", 8, RouterKind("softmax"))
+        f"model.layers.{n}.mlp.experts": SeenExperts(
+            3, f"model.layers.{n}.mlp.gate", 8, RouterKind("softmax"), num_choices=8
+        )
         for n in range(2)
     }
 
@@ -134,13 +136,17 @@ def test_weights_in_the_place_of_logits(monkeypatch: pytest.MonkeyPatch) -> None
     with_blocks(_BlockOfScores, monkeypatch)
     monkeypatch.setattr("transformers.models.mixtral.modeling_mixtral.MixtralTopKRouter", _RouterOfScores)
     path = "model.layers.0.mlp.experts"
-    assert probe(on_meta(tiny_config())).experts[path] == SeenExperts(2, "model.layers.0.mlp.gate", 2, UNKNOWN)
+    assert probe(on_meta(tiny_config())).experts[path] == SeenExperts(
+        2, "model.layers.0.mlp.gate", 2, UNKNOWN, num_choices=8
+    )
     assert [layer.router for layer in moe_layers(build_model(tiny_config()))] == [None, None]
 
 
 def test_a_choice_that_no_module_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     with_blocks(_BlockThatChangesTheChoice, monkeypatch)
-    assert probe(on_meta(tiny_config())).experts["model.layers.0.mlp.experts"] == SeenExperts(2, None, 0, UNKNOWN)
+    assert probe(on_meta(tiny_config())).experts["model.layers.0.mlp.experts"] == SeenExperts(
+        2, None, 0, UNKNOWN, num_choices=8
+    )
 
 
 def test_code_that_asks_the_device_for_a_number_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:

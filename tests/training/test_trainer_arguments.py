@@ -107,13 +107,12 @@ SET = {
     "fp16": True, "bf16_full_eval": True, "fp16_full_eval": True, "torch_compile": True,
     "torch_compile_backend": "inductor", "torch_compile_mode": "default", "use_liger_kernel": True,
     "liger_kernel_config": {"rope": True}, "optim_args": "rank=2", "optim_target_modules": "all-linear",
-    "label_smoothing_factor": 0.1, "average_tokens_across_devices": False, "neftune_noise_alpha": 5.0,
+    "neftune_noise_alpha": 5.0, "use_vllm": True, "use_transformers_continuous_batching": True,
+    "cast_lm_head_to_fp32": True,
     "auto_find_batch_size": True, "torch_empty_cache_steps": 2, "fsdp": True, "fsdp_config": {"version": 2},
     "deepspeed": {"zero_stage": 3}, "parallelism_config": object(), "debug": ["underflow_overflow"],
     "save_on_each_node": True, "enable_jit_checkpoint": True, "model_init_kwargs": {"dtype": "bfloat16"},
-    "pad_to_multiple_of": 8, "loss_weights": [0.5], "ld_alpha": 0.5, "label_smoothing": 0.1,
-    "f_divergence_type": "js_divergence", "f_alpha_divergence_coef": 0.7, "use_weighting": True, "discopop_tau": 0.1,
-    "sync_ref_model": True, "ref_model_mixup_alpha": 0.5, "ref_model_sync_steps": 2,
+    "pad_to_multiple_of": 8, "sync_ref_model": True, "ref_model_mixup_alpha": 0.5, "ref_model_sync_steps": 2,
 }  # fmt: skip
 """Of each argument that is refused a value, as transformers and trl have it after their own checks."""
 
@@ -153,7 +152,6 @@ VALUES: list[tuple[str, Any, Any]] = [
     ("accelerator_config", {"dispatch_batches": False}, {"dispatch_batches": True}),
     ("accelerator_config", None, {"gradient_accumulation_kwargs": {"sync_each_batch": True}}),
     ("label_names", ["labels"], ["answers"]),
-    ("loss_type", "nll", "dft"),
     ("chat_template_path", __file__.replace(".py", ".jinja"), "a-tokenizer"),
 ]
 """(argument, a value that is heeded, one that is refused)"""

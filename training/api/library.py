@@ -46,9 +46,11 @@ def load(model: str | Path | TrainConfig, **settings: Any) -> Engine:
     given = _settings_of(model, settings)
     config = make_config(given)
     if config.task != SFT.name:
-        dpo = ", put TrainerMixin before trl's DPOTrainer" if config.task_entry.has_reference else ""
+        of_trl = (
+            f", put TrainerMixin before trl's {config.task.upper()}Trainer" if config.task_entry.has_reference else ""
+        )
         raise ExpertMeshError(
-            f"task={config.task!r}: only train_ep.py trains on it, whose loss needs its data; use it{dpo}, or give "
+            f"task={config.task!r}: only train_ep.py trains on it, whose loss needs its data; use it{of_trl}, or give "
             "engine.step a loss of your own"
         )
     if config.teacher:

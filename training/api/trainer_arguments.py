@@ -8,7 +8,7 @@ classes then fails, and a user who sets it is warned.
 import copy
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
@@ -60,17 +60,18 @@ HEEDED: dict[str, tuple[str, ...]] = {
         *("pad_token", "trust_remote_code"),
     ),
     "the engine's balance of experts": ("router_aux_loss_coef",),
-    "the loss of preference pairs, whose reference is always read before training": (
-        *("beta", "precompute_ref_log_probs", "precompute_ref_batch_size"),
+    "what computes the loss": (
+        *("loss_type", "label_smoothing_factor", "average_tokens_across_devices", "loss_weights", "ld_alpha"),
+        *("label_smoothing", "f_divergence_type", "f_alpha_divergence_coef", "use_weighting", "discopop_tau", "beta"),
+        *("precompute_ref_log_probs", "precompute_ref_batch_size"),
     ),
 }
 """By what -> the arguments that it heeds, whatever their value."""
 
 _OF_ANY_RUN = (
-    *("use_liger_kernel", "liger_kernel_config", "label_smoothing_factor", "average_tokens_across_devices"),
-    *("neftune_noise_alpha", "torch_empty_cache_steps", "fsdp", "fsdp_config", "deepspeed", "save_on_each_node"),
-    *("loss_weights", "ld_alpha", "label_smoothing", "f_divergence_type", "f_alpha_divergence_coef", "use_weighting"),
-    *("discopop_tau", "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps", "pad_to_multiple_of"),
+    *("use_liger_kernel", "liger_kernel_config", "neftune_noise_alpha", "torch_empty_cache_steps", "fsdp"),
+    *("fsdp_config", "deepspeed", "save_on_each_node", "sync_ref_model", "ref_model_mixup_alpha"),
+    *("ref_model_sync_steps", "pad_to_multiple_of"),
 )
 """Arguments that `train_ep.py` refuses, too."""
 
@@ -91,6 +92,8 @@ REFUSED: dict[str, str] = {
     "enable_jit_checkpoint": "ranks get a signal at different steps, but save together; give save_steps, or use "
     "train_ep.py, which saves at a scheduler's signal",
     "model_init_kwargs": "the model is loaded already; give its settings to expertmesh.load",
+    **dict.fromkeys(("use_vllm", "use_transformers_continuous_batching"), "the engine generates, with all its ranks"),
+    "cast_lm_head_to_fp32": "the head computes in the engine's dtype; leave out its bf16 for fp32",
     **{name: re.sub(r"--[a-z-]+", _of_load, advice_for(name)) for name in _OF_ANY_RUN},
 }
 """Arguments that are refused unless they are left out, and what to do instead."""
@@ -114,7 +117,6 @@ BY_VALUE: dict[str, str] = {
     "save_only_model": "load_best_model_at_end is off",
     "accelerator_config": "is about data loading, and has neither dispatch_batches nor even_batches=False",
     "label_names": "is ['labels']",
-    "loss_type": "is 'nll' or, of pairs, ['sigmoid'] or ['ipo']",
     "disable_dropout": "the engine has no lora_dropout",
     "chat_template_path": "is a .jinja file",
 }
@@ -136,7 +138,9 @@ _WRAPPED = "wrapped"
 _TEMPLATES = (".jinja", ".j2")
 
 
-def heeded_arguments(args: Any, config: TrainConfig, device: torch.device, tell: Callable[[str], object]) -> Any:
+def heeded_arguments(
+    args: Any, config: TrainConfig, device: torch.device, tell: Callable[[str], object], has_own_loss: bool = False
+) -> Any:
     """A copy of the training arguments, without what the engine has decided.
 
     Args:
@@ -144,6 +148,7 @@ def heeded_arguments(args: Any, config: TrainConfig, device: torch.device, tell:
         config: the engine's settings.
         device: the engine's.
         tell: is told of each argument that is set and has no effect.
+        has_own_loss: whether the Trainer's class computes the loss, and so reads the arguments that it adds.
 
     Raises:
         ExpertMeshError: they are no training arguments, or some cannot be heeded: each is named, with what to do.
@@ -161,7 +166,7 @@ def heeded_arguments(args: Any, config: TrainConfig, device: torch.device, tell:
     for name, why in WITHOUT_EFFECT.items():
         if getattr(args, name, None) != _default(args, name):
             tell(f"{name} of the training arguments has no effect: {why}")
-    for name in unknown_fields(type(args)):
+    for name in unknown_fields(type(args), ("transformers",) if has_own_loss else ("transformers", "trl")):
         if getattr(args, name) != _default(args, name):
             tell(
                 f"{name} of the training arguments is unknown to this release of expertmesh and may have "
@@ -176,6 +181,8 @@ def heeded_arguments(args: Any, config: TrainConfig, device: torch.device, tell:
     # of data without a length, accelerate would have one rank read the batches of all, which must then be equally long
     args.accelerator_config = replace(args.accelerator_config, dispatch_batches=False)
     args._n_gpu = min(args.n_gpu, 1)
+    if has_own_loss:  # no autocast: modules compute in the engine's dtype
+        args.bf16, args.mixed_precision = False, "no"
     return args
 
 
@@ -205,10 +212,10 @@ def known_fields() -> dict[str, str]:
     return {name: fate for fate, names in fates.items() for name in names}
 
 
-def unknown_fields(kind: type) -> list[str]:
-    """Fields that a class of training arguments has from transformers or trl, and that are in no table."""
+def unknown_fields(kind: type, packages: Collection[str] = ("transformers", "trl")) -> list[str]:
+    """Fields that a class of training arguments has from these packages, and that are in no table."""
     known = known_fields()
-    theirs = [each for each in kind.__mro__ if each.__module__.partition(".")[0] in ("transformers", "trl")]
+    theirs = [each for each in kind.__mro__ if each.__module__.partition(".")[0] in packages]
     declared = {name for each in theirs for name in vars(each).get("__annotations__", {})}
     return [field.name for field in fields(kind) if field.name in declared and field.name not in known]
 
@@ -273,11 +280,6 @@ def _by_value(args: Any, config: TrainConfig, device: torch.device) -> Iterator[
         yield "label_names", args.label_names, "the column of labels is called labels; leave it out"
     if getattr(args, "disable_dropout", False) and config.lora_dropout and config.adapter != "none":
         yield "disable_dropout", True, "the engine was loaded with lora_dropout; leave one of them out"
-    if hasattr(args, "beta"):
-        if args.loss_type not in (["sigmoid"], ["ipo"]):
-            yield "loss_type", args.loss_type, "the loss of pairs is sigmoid or ipo alone; leave others out"
-    elif getattr(args, "loss_type", "nll") != "nll":
-        yield "loss_type", args.loss_type, "the loss is the cross-entropy of the labels; leave it out"
     template = getattr(args, "chat_template_path", None)
     if template is not None and not (str(template).endswith(_TEMPLATES) and Path(template).is_file()):
         instead = "is not a .jinja file; write the tokenizer's template to one"

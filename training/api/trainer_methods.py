@@ -18,23 +18,28 @@ _ENTRIES = ("__init__", "train", "evaluate", "predict", "save_model")
 def replaced_methods(mixin: type) -> frozenset[str]:
     """Names of Trainer's methods in place of which `mixin`, put before a Trainer class, has its own, which do not call
     theirs."""
-    methods = {name: own for name, own in vars(mixin).items() if name in _trainers_methods()}
-    return frozenset(name for name, own in methods.items() if not mentions(own, "super"))
+    return frozenset(name for name in _trainers_methods() if _ends_in(mixin, name))
+
+
+def _ends_in(mixin: type, name: str) -> bool:
+    """Whether calls of a method end in the mixin or in what it is derived from, and do not reach a class behind."""
+    own = (_function(vars(base)[name]) for base in mixin.__mro__ if name in vars(base))
+    return any(function is not None and not mentions(function, "super") for function in own)
 
 
 @cache
-def bypassed_methods(mixin: type) -> frozenset[str]:
+def bypassed_methods(mixin: Any) -> frozenset[str]:
     """Names of Trainer's methods that it calls, and that nothing calls any more if `mixin` is before it."""
     behind = type("Behind", (mixin, transformers.Trainer), {})
     return frozenset((_called(transformers.Trainer) - _called(behind)) & _trainers_methods())
 
 
-def uncalled_methods(kind: type, mixin: type) -> Iterator[tuple[type, str]]:
+def uncalled_methods(kind: type, mixin: Any) -> Iterator[tuple[type, str]]:
     """(class, name) of each method in the classes that `kind` is derived from that takes the place of one of Trainer's
     and is not called for `mixin`, which is among them; Trainer's own, too."""
     order = kind.__mro__
     for place, base in enumerate(order):
-        if base is mixin:
+        if issubclass(mixin, base):
             continue
         never = bypassed_methods(mixin)
         if place > order.index(mixin):

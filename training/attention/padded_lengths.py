@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ...moe.experts.replay import route_reader
 from ...moe.hf_model.images import images_of
 from ...moe.hf_model.mtp import mtp_of
 from ..config.train_config import TrainConfig
@@ -21,8 +22,10 @@ def batch_maker_of(model: Any, config: TrainConfig, device_type: str) -> BatchMa
     positions depend on the length, as results would; and not beyond the positions that the model has.
     """
     looks_ahead, images = mtp_of(model) is not None, None if images_of(model) is None else ImageReader(model)
+    routes = route_reader(model, looks_ahead)
     is_sdpa = model.config._attn_implementation == "sdpa" and not config.packing
     if device_type != "cuda" or not is_sdpa or any(looks_for_longest(module) for module in model.modules()):
-        return BatchMaker(looks_ahead=looks_ahead, images=images)
+        return BatchMaker(looks_ahead=looks_ahead, images=images, routes=routes)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return BatchMaker(_MULTIPLE, positions if isinstance(positions, int) else None, looks_ahead, images)
+    limit = positions if isinstance(positions, int) else None
+    return BatchMaker(_MULTIPLE, limit, looks_ahead, images, routes=routes)

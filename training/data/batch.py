@@ -1,6 +1,6 @@
 """Sequences of samples as tensors.
 
-Shape suffixes: B sequences, S positions, N target tokens.
+Shape suffixes: B sequences, S positions, N target tokens, L MoE layers, K experts per token.
 """
 
 import itertools
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...moe.experts.forward import Ahead, Targets
+from ...moe.experts.replay import NO_ROUTE, ROUTED_EXPERTS, RouteReader
 from ...moe.hf_model.images import PIXELS
 from ...moe.util.errors import ExpertMeshError
 from ...moe.util.step_parts import register_step_part
@@ -54,7 +55,7 @@ class BatchMaker:
     They are padded to the length of a batch's longest one, rounded up to a `multiple`, but not beyond `limit`. Padding
     has no loss and is not routed. looks_ahead: whether batches have what a layer for multi-token prediction is told.
     images: takes the images of batches; None: the model takes none. pictures: reads those of samples; None: samples
-    have none.
+    have none. routes: reads the `routed_experts` of batches.
     """
 
     multiple: int = 1
@@ -62,6 +63,7 @@ class BatchMaker:
     looks_ahead: bool = False
     images: ImageReader | None = None
     pictures: ImageProcessor | None = None
+    routes: RouteReader | None = None
 
     def length(self, longest: int) -> int:
         rounded = -(-longest // self.multiple) * self.multiple
@@ -185,6 +187,8 @@ class Batch:
     mismatched: of labelled answers, the same prompts before answers to others (see `training.tasks.kto`).
     ahead: for a layer for multi-token prediction; None where there is none.
     images: None where there is none.
+    routed_experts_BSLK: see `Forward`; None where routers choose.
+    place_BS: where each token was given, flat, of a batch that a collator made; undefined for padding.
     """
 
     tokens_BS: Tensor
@@ -201,6 +205,8 @@ class Batch:
     mismatched: "Batch | None" = None
     ahead: Ahead | None = None
     images: Images | None = None
+    routed_experts_BSLK: Tensor | None = None
+    place_BS: Tensor | None = None
 
     @property
     def of_loss(self) -> LossBatch:
@@ -343,8 +349,9 @@ def batch_of(
     Args:
         inputs: `input_ids` (B, S) and `labels` (B, S), integers, -100 where nothing is to be learned; perhaps
             `attention_mask` (B, S), of 0 and 1, `position_ids` (B, S) and, in place of `labels`, `shift_labels` (B, S),
-            in which position i has the token to be predicted there, the last position's too; with `for_loss` perhaps
-            `loss_inputs`, a dict of tensors: (samples,), or (B, S) as `labels` are.
+            in which position i has the token to be predicted there, the last position's too; `routed_experts`, the
+            experts of each token (see `RouteReader.read`); with `for_loss` perhaps `loss_inputs`, a dict of tensors:
+            (samples,), or (B, S) as `labels` are.
         packing: whether the model keeps several samples in one sequence apart.
         cp_group: the CP group that splits the sequences, if any: this rank gets its part of each.
         maker: how long sequences become; what they are padded with already is taken off first.
@@ -361,12 +368,13 @@ def batch_of(
         missing = "input_ids" if tokens_BS is None else "labels"
         raise ExpertMeshError(f"a batch has no {missing}; it has {', '.join(map(str, inputs)) or 'nothing'}")
     is_known = {*known, *_NEEDLESS, *["loss_inputs"] * for_loss, *(images.names if images is not None else ())}
+    is_known |= {ROUTED_EXPERTS} if maker.routes is not None else set()
     if others := [str(name) for name, value in inputs.items() if name not in is_known and value is not None]:
         of_images = f", {', '.join(images.names)}" if images is not None else ""
         hint = "; images need expertmesh.load(..., images=True)" if PIXELS in others else ""
         raise ExpertMeshError(
             f"a batch has {', '.join(others)}, which would be ignored; give only input_ids, labels, "
-            f"attention_mask, position_ids and shift_labels{of_images}{hint}"
+            f"attention_mask, position_ids, shift_labels and {ROUTED_EXPERTS}{of_images}{hint}"
         )
     pixels = {} if images is None else images.read(inputs)
     for name, value in given.items():
@@ -381,22 +389,27 @@ def batch_of(
             "padding. Mark several samples in a sequence by position_ids that start again at 0"
         )
     is_token_BS = torch.ones_like(tokens_BS, dtype=torch.bool) if mask_BS is None else mask_BS.bool()
+    routes_BSLK: Tensor | None = None
+    if maker.routes is not None and inputs.get(ROUTED_EXPERTS) is not None:
+        routes_BSLK = maker.routes.read(inputs[ROUTED_EXPERTS], is_token_BS)
     targets_BS = shifted_BS if labels_BS is None or shifted_BS is not None else _shifted(labels_BS)
     assert targets_BS is not None
     by_sample: dict[str, Tensor] = {}
     by_target: dict[str, Tensor] = {}
+    place_BS = torch.arange(tokens_BS.numel()).view_as(tokens_BS)
     if for_loss:
         by_sample, by_target = _loss_inputs(inputs.get("loss_inputs"), tokens_BS)
-        place_BS = torch.arange(tokens_BS.numel()).view_as(tokens_BS)
         by_target[_PLACE] = place_BS
         if targets_BS is not shifted_BS:
             by_target = {name: torch.nn.functional.pad(x_BS[:, 1:], (0, 1)) for name, x_BS in by_target.items()}
-    parts = [tokens_BS, targets_BS, is_token_BS, *([] if positions_BS is None else [positions_BS])]
+    parts = [tokens_BS, targets_BS, is_token_BS, place_BS, *([] if positions_BS is None else [positions_BS])]
     parts = _to_the_left([*parts, *by_target.values()], is_token_BS)
     by_target = dict(zip(by_target, parts[len(parts) - len(by_target) :], strict=True))
-    tokens_BS, targets_BS = parts[0], parts[1].clone()  # the labels are whose they are
+    tokens_BS, targets_BS, place_BS = parts[0], parts[1].clone(), parts[3]  # the labels are whose they are
     counts = parts[2].sum(dim=1).tolist()
-    lengths = _lengths(parts[3], counts) if positions_BS is not None else [[count] if count else [] for count in counts]
+    lengths = _lengths(parts[4], counts) if positions_BS is not None else [[count] if count else [] for count in counts]
+    if routes_BSLK is not None:
+        routes_BSLK = routes_BSLK.flatten(0, 1)[place_BS]
     if not packing and any(len(samples) > 1 for samples in lengths):
         raise ExpertMeshError(
             "position_ids of a batch start again within a sequence, so it has several samples, but "
@@ -410,12 +423,12 @@ def batch_of(
         targets_BS = targets_BS.masked_fill(targets_BS == images.facts.token, IGNORED)
     given_inputs: LossInputs | None = None
     if for_loss:
-        place_BS, number = by_target.pop(_PLACE), sum(map(len, lengths))
+        labels_place_BS, number = by_target.pop(_PLACE), sum(map(len, lengths))
         for name, x in by_sample.items():
             if len(x) != number:
                 raise ExpertMeshError(f"loss_inputs has {len(x)} values of {name} for {number} samples in a batch")
-        given_inputs = LossInputs(by_sample, by_target, place_BS)
-    return _batch(tokens_BS, targets_BS, lengths, cp_group, maker, given_inputs, pixels)
+        given_inputs = LossInputs(by_sample, by_target, labels_place_BS)
+    return _batch(tokens_BS, targets_BS, lengths, cp_group, maker, given_inputs, pixels, place_BS, routes_BSLK)
 
 
 _PLACE = "labels"
@@ -525,6 +538,8 @@ def _batch(
     maker: BatchMaker,
     loss_inputs: LossInputs | None,
     pixels: Mapping[str, Tensor],
+    place_BS: Tensor | None = None,
+    routes_BSLK: Tensor | None = None,
 ) -> Batch:
     """A batch of full sequences: what every batch is made by.
 
@@ -533,6 +548,7 @@ def _batch(
         lengths: of each sequence's samples.
         loss_inputs: for a loss of one's own; None: there is none.
         pixels: what the model takes for the images, complete.
+        place_BS, routes_BSLK: see `Batch`; of the same positions as tokens_BS.
     """
     length = _length(max(map(sum, lengths), default=1), cp_group, maker)
     tokens_BS, targets_BS = _resized(tokens_BS, length), _resized(targets_BS, length, IGNORED)
@@ -562,6 +578,11 @@ def _batch(
     if split is not None:
         parts = (tokens_BS, positions_BS, is_token_BS, targets_BS)
         tokens_BS, positions_BS, is_token_BS, targets_BS = (part[:, run].contiguous() for part in parts)
+    if place_BS is not None:
+        place_BS = _resized(place_BS, length)[:, run].contiguous()
+    if routes_BSLK is not None:
+        filled = (0, 0, 0, 0, 0, max(length - routes_BSLK.shape[1], 0))
+        routes_BSLK = torch.nn.functional.pad(routes_BSLK[:, :length], filled, value=NO_ROUTE)[:, run].contiguous()
     target_index_N = (targets_BS.flatten() != IGNORED).nonzero().flatten()
     num_tokens = int(is_token_BS.sum())
     has_padding = num_tokens < tokens_BS.numel()
@@ -582,6 +603,8 @@ def _batch(
         for_loss,
         ahead=ahead,
         images=images,
+        routed_experts_BSLK=routes_BSLK,
+        place_BS=place_BS,
     )
 
 

@@ -32,7 +32,7 @@ from ...checkpoints.training_state.resuming import ResumableOptimizer, load_trai
 from ...checkpoints.training_state.saving import Progress, Saver, checkpoint_name
 from ...moe.experts.lora import Lora
 from ...moe.experts.model_layers import moe_shape
-from ...moe.experts.router_stats import Routing
+from ...moe.experts.router_stats import Routing, over_ranks
 from ...moe.hf_model.build import count_parameters
 from ...moe.hf_model.counts import ParameterCounts
 from ...moe.hf_model.image_costs import image_flops
@@ -57,6 +57,7 @@ from ..data.chat import answer_ends
 from ..data.tokenizing import prompt_tokens
 from ..loss.balance import Balance, BiasUpdate, choose_balance, correction_biases
 from ..loss.objective import CROSS_ENTROPY, LossFunction, Objective
+from ..metrics import REPLAY_CHANGED
 from ..model_setup.lora_targets import lora_of
 from ..optim.optimizer import build_optimizer, saved_bytes
 from ..optim.schedule import Schedule, build_scheduler, resume_scheduler, step_scheduler
@@ -154,6 +155,7 @@ class Engine:
         self._progress: Progress | None = None
         self._grad_norm = 0.0
         self._are_ends_given = False
+        self._replays = False
         self.results: dict[str, str] = {}
         self._data: list[str] = []
         self._opened: Opened | None = None
@@ -307,7 +309,7 @@ class Engine:
         made = self.batches(batches, objective.by_token, objective.figures)
         result = self.train_step(made, objective=objective)
         self._advance()
-        return self._told_targets(result)
+        return self._told(result)
 
     def train_step(
         self,
@@ -357,7 +359,7 @@ class Engine:
         self._grad_norm = 0.0
         objective = self._own(loss, count, figures)
         made = self.batches(batches, objective.by_token, objective.figures)
-        return self._told_targets(compute_gradients(self.model, made, self.balance.weights, objective))
+        return self._told(compute_gradients(self.model, made, self.balance.weights, objective))
 
     def clip(self, max_norm: float | None = None) -> float:
         """Scale all gradients so that their norm over all meshes is at most `max_norm` (default: --max-grad-norm; 0
@@ -407,8 +409,11 @@ class Engine:
             raise ExpertMeshError("train_mtp: goes with the cross-entropy alone, not with a loss of your own")
         return _objective(loss, count, figures)
 
-    def _told_targets(self, result: StepResult) -> StepResult:
-        """The same; warned of where it has no target token, or counts nothing."""
+    def _told(self, result: StepResult) -> StepResult:
+        """The same, with what replay has changed; warned of where it has no target token, or counts nothing."""
+        if self._replays:
+            changed, number = over_ranks(result.routing).replayed_2.tolist()
+            result = replace(result, figures={**result.figures, REPLAY_CHANGED: changed / max(number, 1)})
         if result.targets == 0 or not result.weight:
             why = "count gave 0 for all micro-batches of all ranks" if result.targets else NO_TARGETS
             self.tell(f"warning: the loss of a step is NaN, so it is skipped: {why}")
@@ -458,8 +463,10 @@ class Engine:
             problem = str(error)
         gathered: list[Any] = [None] * self.ranks.world_size
         has_any = any(batch is not None for batch in batches)
-        dist.all_gather_object(gathered, (problem, len(batches), self._digests(batches), (for_loss, *figures), has_any))
-        problems, numbers, digests, losses, have_any = zip(*gathered, strict=True)
+        replays = any(batch.routed_experts_BSLK is not None for batch in made)
+        mine = (problem, len(batches), self._digests(batches), (for_loss, *figures), has_any, replays)
+        dist.all_gather_object(gathered, mine)
+        problems, numbers, digests, losses, have_any, replay = zip(*gathered, strict=True)
         if said := next(filter(None, problems), None):
             raise ExpertMeshError(said)
         _check_losses(losses)
@@ -471,6 +478,7 @@ class Engine:
             )
         if not any(have_any):
             raise ExpertMeshError("every batch of a step is None on all ranks; leave the step out")
+        self._replays = any(replay)
         return made
 
     def _digests(self, batches: Sequence[MicroBatch]) -> list[str]:
@@ -560,18 +568,31 @@ class Engine:
         tell_loss(self, "evaluation loss", evaluation.loss)
         return evaluation
 
-    def logprobs(self, batches: Iterable[MicroBatch]) -> list[torch.Tensor | None]:
+    def logprobs(self, batches: Iterable[MicroBatch], return_routed_experts: bool = False) -> Any:
         """The log-probability of each label, without gradients: for each of this rank's batches (B, S) fp32, as its
         `labels`, with 0 where nothing is predicted. Ranks may have unequally many; None is given for None.
 
+        Args:
+            return_routed_experts: whether the experts that computed them are given too, alike on all ranks: in a list
+                behind that of log-probabilities, (B, S, MoE layers, experts per token) int16, to be replayed as
+                `routed_experts` of a batch; -1 for padding, and in layers that choose by a table.
+
         Raises:
-            ExpertMeshError: on all ranks, when a batch is not what it should be.
+            ExpertMeshError: on all ranks, when a batch is not what it should be, or the experts are asked for of a
+                model that cannot replay them.
         """
+        routes = self.batch_maker.routes if return_routed_experts else None
+        if routes is not None:
+            routes.check()
         made, given = self._all_made(batches, for_loss=True)
         shapes = [None if batch is None else torch.as_tensor(batch["input_ids"]).shape for batch in given]
         sizes = [1 if shape is None else shape.numel() for shape in shapes]
-        logprobs = label_logprobs(self.model, made, self.ranks.device, [*sizes, *[1] * (len(made) - len(given))])
-        return [None if shape is None else x.view(shape) for shape, x in zip(shapes, logprobs, strict=False)]
+        sizes += [1] * (len(made) - len(given))
+        logprobs, experts = label_logprobs(self.model, made, self.ranks.device, sizes, routes)
+        found = [None if shape is None else x.view(shape) for shape, x in zip(shapes, logprobs, strict=False)]
+        if routes is None:
+            return found
+        return found, [s if s is None else x.unflatten(0, s) for s, x in zip(shapes, experts, strict=False)]
 
     def _all_made(
         self, batches: Iterable[MicroBatch], for_loss: bool, figures: Sequence[str] = ()

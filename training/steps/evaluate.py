@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...moe.experts.replay import NO_ROUTE, RouteReader, used_experts
 from ...sharding.mesh import Mesh
 from ...sharding.parallelize.parallelize import free_gathered
-from ...sharding.pipeline.pipeline import pipeline_of
+from ...sharding.pipeline.pipeline import Pipeline, pipeline_of
 from ...sharding.runtime.preemption import boundary
 from ..data.batch import Batch, BatchMaker, LossInputs, collate_rows
 from ..data.sequences import Rows, share_out
@@ -135,7 +136,12 @@ def token_accuracy(model: Any, batches: Sequence[Batch], device: torch.device) -
 
 
 def head_outputs(
-    model: Any, batches: Iterable[Batch], device: torch.device, by_token: bool, top_k: int = 0
+    model: Any,
+    batches: Iterable[Batch],
+    device: torch.device,
+    by_token: bool,
+    top_k: int = 0,
+    found: list[Tensor] | None = None,
 ) -> Iterator[tuple[list[Batch], list[Tensor]]]:
     """Batches on the device, some at a time, and what the head gives of each (see `LossHead.loss_of`): nothing where a
     pipeline's last stage is elsewhere. To be called within `inference`.
@@ -143,35 +149,45 @@ def head_outputs(
     Args:
         by_token: whether that is the log-probability of each target, in place of the sum of their cross-entropies.
         top_k: how many of the most likely tokens it is, in place of that; 0: none.
+        found: takes the experts that each batch has used (see `used_experts`); None: they are not asked for.
     """
-    pipeline = pipeline_of(model)
+    pipeline, records = pipeline_of(model), found is not None
     if pipeline is None:
         for number, batch in enumerate(batches):
             if number > 0:
                 boundary()
             here = batch.to(device)
-            forward = forward_of(here, by_token=by_token, top_k=top_k) if by_token or top_k else None
-            yield [here], [token_loss_sum(model, here, forward)]
+            forward = forward_of(here, by_token=by_token, top_k=top_k, records_choices=records)
+            gave = token_loss_sum(model, here, forward)
+            if found is not None:
+                found.append(used_experts(model, forward))
+            yield [here], [gave]
         return
     # as many at a time as keep every stage at work
     for number, several in enumerate(_in_lots(batches, 4 * pipeline.stages.number)):
         if number > 0:
             boundary()
         moved = [batch.to(device) for batch in several]
-        yield moved, pipelined_heads(model, moved, by_token, top_k)
+        yield moved, pipelined_heads(model, moved, by_token, top_k, found)
 
 
-def label_logprobs(model: Any, batches: Iterable[Batch], device: torch.device, sizes: Iterable[int]) -> list[Tensor]:
-    """The log-probability of each label of this rank's batches, flat, in fp32, 0 where nothing is to be predicted. All
-    ranks call it together, with equally many batches; ranks that share sequences get the same.
+def label_logprobs(
+    model: Any, batches: Iterable[Batch], device: torch.device, sizes: Sequence[int], routes: RouteReader | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The log-probability of each label of this rank's batches, flat, in fp32, 0 where nothing is to be predicted, and
+    the experts of each token, (labels, L, K) int16. All ranks call it together, with equally many batches; ranks that
+    share sequences get the same.
 
     Args:
         batches: with what a loss of one's own needs.
         sizes: how many labels each had, as it was given.
+        routes: of the model, if the experts are asked for.
     """
     pipeline, found, following = pipeline_of(model), [], iter(sizes)
+    experts: list[Tensor] = []
+    used: list[Tensor] | None = None if routes is None else []
     with inference(model):
-        for several, heads in head_outputs(model, batches, device, by_token=True):
+        for several, heads in head_outputs(model, batches, device, by_token=True, found=used):
             for number, batch in enumerate(several):
                 loss_batch = batch.of_loss
                 labels = torch.zeros(next(following), device=device)
@@ -181,8 +197,29 @@ def label_logprobs(model: Any, batches: Iterable[Batch], device: torch.device, s
                     dist.all_reduce(labels, group=loss_batch.cp_group.ranks)
                 if pipeline is not None:
                     dist.broadcast(labels, pipeline.groups.ranks[-1], group=pipeline.groups.forward)
+                if used is not None:
+                    assert routes is not None
+                    experts.append(_in_place(used.pop(0), batch, len(labels), routes, pipeline))
                 found.append(labels)
-    return found
+    return found, experts
+
+
+def _in_place(routes_TLK: Tensor, batch: Batch, size: int, routes: RouteReader, pipeline: Pipeline | None) -> Tensor:
+    """The experts of a batch, of all its tokens and layers, in the order in which it was given.
+
+    Args:
+        routes_TLK: of those that are here. size: tokens, padding included, as given.
+    """
+    # which ranks exchange: no collective of gloo takes int16
+    given = torch.full((size, *routes_TLK.shape[1:]), NO_ROUTE, dtype=torch.int32, device=routes_TLK.device)
+    if batch.place_BS is not None:
+        is_token = slice(None) if batch.is_token_BS is None else batch.is_token_BS.flatten()
+        given[batch.place_BS.flatten()[is_token]] = routes_TLK.int()[is_token]
+    cp_group = batch.of_loss.cp_group
+    for group in (None if cp_group is None else cp_group.ranks, None if pipeline is None else pipeline.groups.forward):
+        if group is not None:
+            dist.all_reduce(given, dist.ReduceOp.MAX, group=group)
+    return given.to(torch.int16)
 
 
 def _in_lots(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:

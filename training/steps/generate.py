@@ -119,6 +119,20 @@ def generate(
     return [answers[number] for number in range(len(prompts))]
 
 
+def generate_in_step(model: Any) -> None:
+    """Have a model's own `generate`, which others call with prompts of their own on each rank, compute each next token
+    on all ranks together, non-expert parameters gathered once, as `generate` here does; in place. All ranks call it
+    equally often.
+    """
+    own = type(model).generate
+
+    def in_step(*args: Any, **kwargs: Any) -> Any:
+        with inference(model), keeping_dense(model), _cut_between_tokens(model):
+            return own(model, *args, **{"synced_gpus": dist.get_world_size() > 1, **kwargs})
+
+    model.generate = in_step
+
+
 class _Drawn(LogitsProcessor):
     """Leaves of each prompt's logits the one token that is drawn, which greedy generation then takes."""
 

@@ -276,6 +276,7 @@ def forward_of(
     top_k: int = 0,
     drafts: bool = False,
     has_images: bool | None = None,
+    records_choices: bool = False,
 ) -> Forward:
     """What a model with a `LossHead` is told of a batch beside its arguments.
 
@@ -285,6 +286,7 @@ def forward_of(
         top_k: how many of the most likely tokens are asked for, in place of that; 0: none.
         drafts: whether a layer for multi-token prediction is run, if there is one.
         has_images: whether any rank's part of the micro-batch has images; None: it is not known.
+        records_choices: see `Forward`.
     """
     inputs: Mapping[str, Tensor] = {} if batch.for_loss is None else batch.for_loss.inputs
     candidates_NK, weights_N = (inputs.get(CANDIDATES), None) if by_token else (None, inputs.get(WEIGHT))
@@ -297,6 +299,8 @@ def forward_of(
         has_router_losses=has_router_losses,
         image_rows_N=None if batch.images is None else batch.images.rows_N,
         runs_tower_idly=None if has_images is None else has_images and batch.images is None,
+        routed_experts_BSLK=batch.routed_experts_BSLK,
+        records_choices=records_choices,
     )
 
 

@@ -9,7 +9,7 @@ Shape suffixes: B sequences, S positions, V vocabulary, L MoE layers, l of them 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, wraps
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ...moe.experts.forward import current_forward
 from ...moe.experts.model_layers import decoder_layers, moe_layers, moe_shape
+from ...moe.experts.replay import used_experts
 from ...moe.experts.router_stats import RouterStats, Routing, routing_of
 from ...moe.hf_model.images import images_of
 from ...moe.util.step_parts import register_step_part
@@ -78,17 +79,21 @@ def pipelined_gradients(
     return run.losses, run.routing
 
 
-def pipelined_heads(model: Any, batches: Sequence[Batch], by_token: bool, top_k: int = 0) -> list[Tensor]:
+def pipelined_heads(
+    model: Any, batches: Sequence[Batch], by_token: bool, top_k: int = 0, found: list[Tensor] | None = None
+) -> list[Tensor]:
     """What the head gives of micro-batches, without gradients (see `LossHead.loss_of`), in their order; nothing where
     the last stage is elsewhere. All ranks call it together.
 
     Args:
-        by_token, top_k: see `head_outputs`.
+        by_token, top_k, found: see `head_outputs`; of the MoE layers that are here.
     """
     pipeline = pipeline_of(model)
     assert pipeline is not None
-    run = _Evaluation(model, batches, by_token, top_k)
+    run = _Evaluation(model, batches, by_token, top_k, found is not None)
     run.run(_forward_events(pipeline.stages.pp_size, pipeline.chunks, len(batches))[pipeline.groups.index])
+    if found is not None:
+        found += [run.used[number] for number in range(len(batches))]
     return [run.gave[number] for number in sorted(run.gave)]
 
 
@@ -282,9 +287,10 @@ class _Run:
 class _Evaluation(_Run):
     """Forwards without backwards."""
 
-    def __init__(self, model: Any, batches: Sequence[Batch], by_token: bool, top_k: int):
+    def __init__(self, model: Any, batches: Sequence[Batch], by_token: bool, top_k: int, records_choices: bool):
         super().__init__(model, batches, lambda doing: None)
-        self.by_token, self.top_k = by_token, top_k
+        self.by_token, self.top_k, self.records_choices = by_token, top_k, records_choices
+        self.used: dict[int, Tensor] = {}
         sees_images = images_of(model) is not None
         self.has_images_M = on_some_rank([batch.images is not None for batch in batches]) if sees_images else None
         self.gave: dict[int, Tensor] = {}
@@ -295,11 +301,21 @@ class _Evaluation(_Run):
     def compute(self, action: Action) -> None:
         batch, received = self.batches[action.micro_batch], self.received.pop(action, [])
         has_images = None if self.has_images_M is None else self.has_images_M[action.micro_batch]
-        forward = forward_of(batch, by_token=self.by_token, top_k=self.top_k, has_images=has_images)
+        forward = forward_of(
+            batch,
+            by_token=self.by_token,
+            top_k=self.top_k,
+            has_images=has_images,
+            records_choices=self.records_choices,
+        )
         forward.stage = StageForward(
             self.stages, action.stage, self.size(action.micro_batch), self.device, received, action.micro_batch
         )
         gave = run_model(self.model, batch, forward)
+        if self.records_choices:
+            routes_TLK = used_experts(self.model, forward)
+            # of a rank's several stages, each has some of the layers
+            self.used[action.micro_batch] = torch.maximum(self.used.get(action.micro_batch, routes_TLK), routes_TLK)
         if forward.stage.is_last:
             assert forward.targets is not None
             self.gave[action.micro_batch] = loss_head(self.model).loss_of(gave.logits, forward.targets)
@@ -424,7 +440,7 @@ class PipelinedStep(_Run):
         whole.counts_LE[numbers] = here.counts_LE
         whole.entropy_L[numbers] = here.entropy_L
         whole.rows_computed_L[numbers] = here.rows_computed_L
-        return whole
+        return replace(whole, replayed_2=here.replayed_2)
 
     def _nothing(self) -> Routing:
         layers = self.num_moe_layers
@@ -432,6 +448,7 @@ class PipelinedStep(_Run):
             torch.zeros(layers, self.num_experts, dtype=torch.int64, device=self.device),
             torch.zeros(layers, dtype=torch.float64, device=self.device),
             torch.zeros(layers, dtype=torch.int64),
+            torch.zeros(2, dtype=torch.int64, device=self.device),
         )
 
     def _backward(self, action: Action) -> None:

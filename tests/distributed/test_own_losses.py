@@ -1,0 +1,85 @@
+"""Losses that Trainers' classes compute themselves have, on engines, the gradients of the same class under
+DistributedDataParallel with transformers' own model."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tests.distributed.pool import RankPool
+from tests.families.configs import tiny_model
+from tests.tiers import tiered
+from tests.tiny import save_tokenizer
+
+pytest.importorskip("trl")
+from tests.distributed.own_losses import CASES, difference, run
+
+MOST = 5e-6
+"""Of a gradient's norm."""
+BY_EXPERTS, TWICE = {"ep_size": 2}, {"gradient_accumulation_steps": 2}
+CORE = ["dpo sigmoid+sft", "grpo reference", "training_step"]
+LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any], list[str]]] = {
+    # ranks, settings of expertmesh.load, training arguments, cases
+    "core": (2, BY_EXPERTS, TWICE, CORE),
+    "ep 2": (2, BY_EXPERTS, {}, list(CASES)),
+    "dp 2 x ep 2": (4, BY_EXPERTS, TWICE, list(CASES)),
+    "recomputed": (2, {**BY_EXPERTS, "gradient_checkpointing": "full"}, {}, [*CORE, "distillation"]),
+}
+Found = dict[str, tuple[list[dict[str, Tensor]], list[dict[str, float]]]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models")
+    for name, seed in (("model", 1), ("teacher", 2)):
+        tiny_model("mixtral", seed=seed).save_pretrained(path / name)
+        save_tokenizer(path / name)
+    return path / "model"
+
+
+@pytest.fixture(scope="module")
+def under_ddp(ranks: RankPool, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Found]:
+    @cache
+    def found(number: int, steps: int, cases: tuple[str, ...], dtype: str = "float32") -> Found:
+        out = tmp_path_factory.mktemp("ddp")
+        changes = {"gradient_accumulation_steps": steps}
+        gave: Found = ranks.run(run, number, list(cases), model, out, None, changes, dtype)[0]
+        return gave
+
+    return found
+
+
+@pytest.mark.parametrize("layout", tiered(["core"], slow=[name for name in LAYOUTS if name != "core"]))
+def test_gradients(layout: str, ranks: RankPool, model: Path, under_ddp: Callable[..., Found], tmp_path: Path) -> None:
+    number, loaded, changes, cases = LAYOUTS[layout]
+    theirs = under_ddp(number, changes.get("gradient_accumulation_steps", 1), tuple(cases))
+    ours: Found = ranks.run(run, number, cases, model, tmp_path, loaded, changes)[0]
+    print(f"\n{layout}: the norm of the difference by that of the gradient, of each update")
+    too_much = []
+    for case in cases:
+        (gradients, logs), (expected, their_logs) = ours[case], theirs[case]
+        off = [difference(one, other) for one, other in zip(gradients, expected, strict=True)]
+        print(f"{case:24}", *(f"{each:.1e}" for each in off))
+        too_much += [case] * (max(off) > MOST)
+        for name in ("loss", "grad_norm", "reward", "rewards/margins", "kl", "entropy"):
+            one, other = ([line[name] for line in told if name in line] for told in (logs, their_logs))
+            if name != "grad_norm":
+                assert one == pytest.approx(other, rel=1e-4, abs=2e-6), (case, name)
+    assert not too_much
+
+
+@pytest.mark.slow
+def test_bf16_is_within_its_rounding(
+    ranks: RankPool, model: Path, under_ddp: Callable[..., Found], tmp_path: Path
+) -> None:
+    """No farther from fp32 than transformers' model in bf16 is, or hardly."""
+    cases = ["dpo sigmoid", "sft dft", "compute_loss"]
+    exact, rounded = under_ddp(2, 1, tuple(cases)), under_ddp(2, 1, tuple(cases), dtype="bfloat16")
+    ours: Found = ranks.run(run, 2, cases, model, tmp_path, {**BY_EXPERTS, "bf16": True}, {"bf16": True})[0]
+    for case in cases:
+        mine, theirs = (difference(found[case][0][0], exact[case][0][0]) for found in (ours, rounded))
+        print(f"{case:24} {mine:.1e}, transformers {theirs:.1e}")
+        assert mine < 1.5 * theirs, case
