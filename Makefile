@@ -2,7 +2,8 @@
 # those of `make test` for more models and settings, `make test-all` both and what neither has; `make test-gpu` what needs
 # a GPU. Between two edits: `make check`, which is lint, types, the site and the tests that start no processes; and
 # `make format`. `make docs` builds the site of docs/ in build/site. `make test-floor` runs all under the lowest versions
-# supported, in an environment of its own (some 5 GB).
+# supported, in an environment of its own (some 5 GB); `make test-cuda-build` the tests of `make test` under torch's build
+# for CUDA, which needs no card.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -26,7 +27,7 @@ PIP_MEGABLOCKS := $(BIN)/python -m pip install --quiet --no-deps --no-build-isol
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
-.PHONY: install megablocks demo test test-rest test-orders test-all test-gpu test-floor check lint docs format clean
+.PHONY: install megablocks demo test test-rest test-orders test-all test-gpu test-floor test-cuda-build check lint docs format clean
 
 install: $(VENV)/.installed
 
@@ -83,6 +84,12 @@ test-gpu: install
 test-floor:
 	$(MAKE) --no-print-directory VENV=.venv-floor TORCH=torch==2.11.0 TESTED=tests/floor.txt install
 	$(RUN) .venv-floor/bin/python -m pytest --numprocesses 3 --dist worksteal
+
+# under a build of torch for CUDA, from PyPI whatever else pip is told here, with or without a card (some 6 GB)
+test-cuda-build:
+	PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= $(MAKE) --no-print-directory VENV=.venv-cuda install
+	$(RUN) .venv-cuda/bin/python -m pytest --numprocesses 3 --dist worksteal -m "not slow and not release"
+	$(RUN) .venv-cuda/bin/python -m benchmarks.kernels
 
 check: lint
 	$(RUN) $(PYTEST) -m "not processes and not slow and not release"
