@@ -232,6 +232,44 @@ def test_the_image_has_the_versions_of_make_install() -> None:
     assert f"--constraint {tested} " in dockerfile
 
 
+def test_the_workflow_runs_ci_with_the_torch_of_make_install() -> None:
+    (torch,) = re.findall(r"^TORCH +\?= (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    (job,) = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"].values()
+    assert job["env"]["TORCH"].split()[0] == torch
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    (minutes,) = re.findall(r"A run may take (\d+) minutes", (ROOT / ".ci/run").read_text())
+    assert job["timeout-minutes"] >= int(minutes)
+
+
+def test_megablocks_is_the_same_everywhere() -> None:
+    wanted = set(re.findall(r"(?:megablocks|stanford-stk)==[\d.]+", (ROOT / "Makefile").read_text()))
+    assert len(wanted) == 2
+    for name in (".docker/Dockerfile", "docs/how-to/install.md"):
+        assert set(re.findall(r"(?:megablocks|stanford-stk)==[\d.]+", (ROOT / name).read_text())) == wanted, name
+
+
+@pytest.mark.slow
+def test_the_commands_that_install_megablocks(tmp_path: Path) -> None:
+    """As the page has them, beside this torch; what they install computes."""
+    page = (ROOT / "docs/how-to/install.md").read_text()
+    (commands,) = re.findall(r"## MegaBlocks\n.*?```sh\n(.*?)```", page, re.DOTALL)
+    (target := tmp_path / "packages").mkdir()
+    quiet = {"PIP_QUIET": "1", "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+
+    def bash(line: str, **more: str) -> subprocess.CompletedProcess[str]:
+        words = ["bash", "-e", "-c", line]
+        return subprocess.run(words, env=environment() | quiet | more, capture_output=True, text=True, timeout=600)
+
+    if bash(f"pip download --no-deps --dest {tmp_path} stanford-stk==0.7.1", TORCH_CUDA_ARCH_LIST="8.0").returncode:
+        pytest.skip("no packages of PyPI here")
+    done = bash(commands, PIP_TARGET=str(target))
+    assert done.returncode == 0, done.stderr
+    code = "import megablocks, stk; print(megablocks.__file__, stk.__file__)"
+    load = "from expertmesh.moe.kernels.megablocks import load_megablocks; load_megablocks()"
+    said = python("-c", f"{load}\n{code}", cwd=tmp_path, paths=(target, ROOT / ".package"))
+    assert all(Path(file).is_relative_to(target) for file in said.splitlines()[-1].split())
+
+
 def test_the_citation_is_of_this_version() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())

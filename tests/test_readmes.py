@@ -30,6 +30,7 @@ PAGES = [*READMES, *sorted(DOCS.rglob("*.md"))]
 CODE_WIDTH = 85
 """Characters of a line of code that a page of the site shows without scrolling."""
 FOREIGN_FLAGS = {
+    *("--no-deps", "--no-build-isolation"),
     *("--numprocesses", "--extra-index-url", "--index-url", "--no-index", "--find-links", "--constraint"),
     *("--gpus", "--rm", "--shm-size", "--local-dir", "--target", "--outfile", "--outtype", "--override-kv", "--base"),
     *(

@@ -5,16 +5,19 @@ from dataclasses import dataclass, replace
 from ..util.errors import ExpertMeshError
 from .fp8 import FP8, check_fp8
 from .kernel_entries import KERNELS, KernelEntry, Precision, check_kernel_name, kernels_that
-from .kernel_registry import KernelNeeds
+from .kernel_registry import AutoPlace, KernelNeeds, NotInstalled
 
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """most_apart: how many experts it may multiply one after the other (see `ExpertRows`)."""
+    """most_apart: how many experts it may multiply one after the other (see `ExpertRows`). lost: which kernel `auto`
+    would take, and why, if it were installed; empty: none.
+    """
 
     kernel: KernelEntry
     why: str
     most_apart: int = 1
+    lost: str = ""
 
     @property
     def name(self) -> str:
@@ -49,7 +52,20 @@ def _choose(needs: KernelNeeds) -> KernelChoice:
     able = [kernel for kernel in KERNELS.entries() if _can_compute(kernel.name, needs)]
     places = [(kernel, place) for kernel in able if (place := kernel.code.auto(needs)) is not None]
     kernel, place = max(places, key=lambda each: each[1].preference)
-    return KernelChoice(kernel, f"auto: {place.why}")
+    return KernelChoice(kernel, f"auto: {place.why}", lost=_lost(needs, place))
+
+
+def _lost(needs: KernelNeeds, taken: AutoPlace) -> str:
+    for kernel in KERNELS.entries():
+        place = kernel.code.auto(needs)
+        if place is not None and place.preference > taken.preference:
+            try:
+                check_kernel(kernel.name, needs)
+            except NotInstalled as error:
+                return f"{error}: without it experts are slower, as {place.why}"
+            except ExpertMeshError:
+                continue
+    return ""
 
 
 def _can_compute(name: str, needs: KernelNeeds) -> bool:

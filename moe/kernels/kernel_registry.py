@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ..util.entry_checks import check_fields, check_value
+from ..util.errors import ExpertMeshError
 from .expert_products import Product
 from .expert_rows import ExpertRows
 from .kernel_entries import KERNELS, KernelEntry
@@ -63,6 +64,10 @@ class KernelNeeds:
     def capability(self) -> tuple[int, int]:
         """The GPU's compute capability; not to be asked for on another device."""
         return self.assumed_capability or torch.cuda.get_device_capability()
+
+
+class NotInstalled(ExpertMeshError):
+    """A kernel could compute these experts if its packages were installed."""
 
 
 class AutoPlace(NamedTuple):

@@ -22,7 +22,7 @@ from ..util.errors import ExpertMeshError
 from ..util.recompute_cache import placeholder
 from ..util.step_parts import register_step_part
 from .expert_rows import ExpertRows
-from .kernel_registry import AutoPlace, ExpertKernel, KernelNeeds
+from .kernel_registry import AutoPlace, ExpertKernel, KernelNeeds, NotInstalled
 from .swiglu import SwiGLU
 
 register_step_part(__name__, "expert GEMMs")
@@ -32,9 +32,10 @@ BLOCK = 128
 
 SPARSE_PACKAGES = ("megablocks", "stk", "triton")
 
+_MAKE = "make install (without a clone: docs/how-to/install.md)"
 _INSTALL = {
-    "megablocks": "make install",
-    "stk": "make install",
+    "megablocks": _MAKE,
+    "stk": _MAKE,
     "triton": "pip install 'triton>=3.6'",
 }
 
@@ -198,12 +199,12 @@ def check_offsets(padded_rows: int, width: int, weight: Tensor) -> None:
 def require(what: str, packages: Sequence[str]) -> None:
     """
     Raises:
-        ExpertMeshError: a package is not installed; the message says that `what` needs it, and how to install it.
+        NotInstalled: a package is not installed; the message says that `what` needs it, and how to install it.
     """
     missing = [package for package in packages if find_spec(package) is None]
     if missing:
         commands = dict.fromkeys(_INSTALL[package] for package in missing)
-        raise ExpertMeshError(f"{what} needs {' and '.join(missing)}, not installed here; run {' && '.join(commands)}")
+        raise NotInstalled(f"{what} needs {' and '.join(missing)}, not installed here; run {' && '.join(commands)}")
 
 
 @cache

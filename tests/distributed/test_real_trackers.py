@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -262,10 +263,11 @@ def test_trackers_that_break(packages: Path, tmp_path: Path, tiny_model: Path, t
     run = Run(tmp_path, packages, tiny_model, tiny_data, ["tensorboard", "mlflow", "wandb"])
     with mlflow_server() as (address, away):
         run.environment["MLFLOW_TRACKING_URI"] = address
-        begun = time.monotonic()
         printed = run("--max-steps", "200", at=4, then=plant)
-    assert time.monotonic() - begun < 120
-    assert run.last_step() == 200
+    seconds = [line["seconds"] for line in lines(run.out)]
+    assert len(seconds) == 200
+    # MLflow's own patience is over four minutes
+    assert max(after - before for before, after in pairwise(seconds)) < 90
     for name in ("tensorboard", "mlflow", "wandb"):
         assert f"warning: --report-to {name} gets nothing more: " in " ".join(printed.split()), printed
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ from expertmesh import train_ep
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.cluster.commands import main as cluster_command
 from expertmesh.training.config.train_config import parse_config
+from expertmesh.training.engine import assembly
 from expertmesh.training.steps.step import train_step
 from tests.distributed.whole_runs import (
     ROOT,
@@ -34,6 +36,17 @@ from tests.distributed.whole_runs import (
 from tests.flags import last_of_each
 from tests.tiers import tiered
 from tests.tiny import relative_error, save_model, save_tokenizer
+
+
+def with_a_kernel_lost(argv: list[str]) -> Told:
+    """A run for which another kernel would have been better."""
+    chosen = assembly.choose_kernel
+    with mock.patch.object(assembly, "choose_kernel", lambda *given: replace(chosen(*given), lost="lost kernel")):
+        return tell(argv)
+
+
+def test_a_kernel_that_is_not_installed_is_told_of(runs: Runs) -> None:
+    assert runs(1, "--max-steps 1 --no-export", call=with_a_kernel_lost).printed.count("note: lost kernel") == 1
 
 
 def test_writes_metrics_and_trackers(runs: Runs) -> None:

@@ -302,7 +302,15 @@ def test_refused(
 def test_without_megablocks(set_capability: SetCapability, monkeypatch: pytest.MonkeyPatch) -> None:
     set_capability((8, 0))
     monkeypatch.setattr("expertmesh.moe.kernels.megablocks.find_spec", lambda name: None)
-    assert choose_kernel("auto", needs("cuda", 128, 256)).name == "torch-grouped"
+    for capability in ((8, 0), (9, 0)):
+        set_capability(capability)
+        chosen = choose_kernel("auto", needs("cuda", 128, 256))
+        assert chosen.name == "torch-grouped"
+        assert ("needs megablocks and stk and triton, not installed here" in chosen.lost) == (capability == (8, 0))
+    # what would not change with it
+    set_capability((8, 0))
+    for unsuited in (needs("cuda", 128, 64), needs("cuda", 128, 256, is_swiglu=False), needs("cpu", 128, 256)):
+        assert choose_kernel("auto", unsuited).lost == ""
     with pytest.raises(ExpertMeshError, match="needs megablocks and stk and triton, not installed here; run make"):
         choose_kernel(SPARSE, needs("cuda", 128, 128))
 

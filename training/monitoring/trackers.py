@@ -72,6 +72,8 @@ class Trackers:
                 if failed and not after:
                     self.finish("failed")
                     raise ExpertMeshError(f"--report-to {name}: {failed[0]}")
+                if failed:
+                    self.running = [tracker for tracker in self.running if tracker.name != name]
 
     def _start(self, name: str, after: int, settings: dict[str, Any]) -> None:
         if name not in self.available:

@@ -53,6 +53,7 @@ def detail_lines(engine: Engine, inputs: Inputs, order: DataOrder, memory: Forec
         + ("" if config.gradient_checkpointing == "none" else f", {config.gradient_checkpointing} checkpointing")
         + (", activation offloading" if config.offload_activations else "")
         + (", frozen experts in host memory" if config.offload_experts else ""),
+        *([f"note: {engine.kernel.lost}"] if engine.kernel.lost else []),
         *([] if engine.flash_attention_3 is None else [engine.flash_attention_3]),
         *_complete_sequences(engine),
         *_rope(config, source),
