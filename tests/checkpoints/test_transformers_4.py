@@ -146,9 +146,10 @@ print(json.dumps({name.removeprefix("tokenizer."): said for name, said in fields
 """
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["olmoe", "mixtral"])
 def test_in_llama_cpps_converter(exported: Any, older: Path, tmp_path: Path, family: str) -> None:
-    """GGUF has the template, the tokens at their ids, and the token that ends answers."""
+    """GGUF has the template, the tokens at their ids, and the token that ends answers. Of Qwen's tokenizer it knows the
+    published vocabulary alone."""
     try:
         source = llama_cpp_source(KEPT)
     except ExpertMeshError as error:

@@ -22,20 +22,21 @@ TOKENS = 12
 
 
 @pytest.fixture(scope="module")
-def torchvision() -> Path:
-    """Without its compiled operators, which may be those of another torch: processors need none of them."""
-    return kept_packages("torchvision", "--no-deps", "torchvision==0.28.0")
+def torchvision(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """As PYTHONPATH. Its compiled operators may be those of another torch, and cannot be loaded then: it is imported
+    without them, as processors need none."""
+    packages = kept_packages("torchvision", "--no-deps", "torchvision==0.28.0")
+    (at_start := tmp_path_factory.mktemp("at-start")).joinpath("sitecustomize.py").write_text(_OPERATORS)
+    return os.pathsep.join(map(str, [at_start, packages]))
 
 
 _OPERATORS = """
 import torch
 library = torch.library.Library("torchvision", "FRAGMENT")
 for name in ("nms", "qnms"):
-    try:
-        library.define(name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    except RuntimeError:  # it has been found
-        pass
+    library.define(name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 """
+"""Their names, which torchvision asks for, in every process that Python starts."""
 
 
 def python(program: Path, code: str, *words: object, **variables: str) -> Any:
@@ -107,13 +108,13 @@ def image(exported: tuple[Path, Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def in_transformers(exported: tuple[Path, Path], image: Path, torchvision: Path) -> dict[str, Any]:
+def in_transformers(exported: tuple[Path, Path], image: Path, torchvision: str) -> dict[str, Any]:
     """What it makes of base and export, by AutoProcessor."""
     found: dict[str, Any] = {}
     for name, directory in zip(("base", "export"), exported, strict=True):
         words = (directory, image, TEXT, TOKENS)
-        code = _OPERATORS + _IN_TRANSFORMERS
-        found[name] = python(Path(sys.executable), code, *words, PYTHONPATH=str(torchvision), HF_HUB_OFFLINE="1")
+        paths = {"PYTHONPATH": torchvision, "HF_HUB_OFFLINE": "1"}
+        found[name] = python(Path(sys.executable), _IN_TRANSFORMERS, *words, **paths)
     return found
 
 
@@ -150,13 +151,13 @@ def test_answers_in_vllm(
     exported: tuple[Path, Path],
     image: Path,
     in_transformers: dict[str, Any],
-    torchvision: Path,
+    torchvision: str,
     vllm_python: Path,
     vllm_variables: Mapping[str, str],
 ) -> None:
     """The likeliest tokens are those of transformers, for a text with an image."""
     words = (exported[1], image, TEXT, TOKENS)
-    said = python(vllm_python, _IN_VLLM, *words, **vllm_variables, PYTHONPATH=str(torchvision))
+    said = python(vllm_python, _IN_VLLM, *words, **vllm_variables, PYTHONPATH=torchvision)
     expected = in_transformers["export"]
     assert said["ids"] == expected["ids"]
     assert said["made"] == expected["made"]
