@@ -63,8 +63,12 @@ def test_of_a_run(runs: Runs, base: tuple[Path, dict[str, int]], tmp_path: Path,
         assert checkpoints(["export", shards, str(again)]) == 0
     assert ends(out / "hf") == ends(again) == [ids[EOS], ids[END]]
     for directory in (out / "hf", again, *([out / "adapter"] if adapter else [])):
-        # which llama.cpp goes by, as it reads no generation_config.json
+        # which llama.cpp goes by, as it reads no generation_config.json; nothing else differs from the base's files
         assert eos(directory) == END
+        for name in ("tokenizer.json", "chat_template.jinja"):
+            assert (directory / name).read_bytes() == (model / name).read_bytes()
+        said, there = (json.loads((path / "tokenizer_config.json").read_text()) for path in (directory, model))
+        assert said == {**there, "eos_token": END}
     for directory in (out / "hf", again):
         assert json.loads((directory / "config.json").read_text())["eos_token_id"] == ids[END]
     if (model / "generation_config.json").exists():

@@ -38,12 +38,15 @@ def test_a_multimodal_model(
     assert exported.keys() == before.keys()
     assert_same_bits(exported, untrained)
     assert any(not torch.equal(exported[name], before[name]) for name in before.keys() - untrained.keys())
-    assert json.loads((out / "hf" / "config.json").read_text()) == json.loads((model / "config.json").read_text())
     as_they_were = SIDE_FILES.keys() - {"generation_config.json"}
     assert {name: (out / "hf" / name).read_text() for name in as_they_were} == {n: SIDE_FILES[n] for n in as_they_were}
     # what answers to the data end with ends generation, too
     ends = [2, AutoTokenizer.from_pretrained(model).eos_token_id]
     assert json.loads((out / "hf" / "generation_config.json").read_text()) == {"eos_token_id": ends}
+    config = json.loads((model / "config.json").read_text())
+    end = {"eos_token_id": ends[1]}
+    said = {**config, **end, "text_config": {**config["text_config"], **end}}
+    assert json.loads((out / "hf" / "config.json").read_text()) == said
     assert_loads(AutoModelForImageTextToText, out / "hf")
     assert run("inspect", out / "hf", "--check") == 0, capsys.readouterr().out
     capsys.readouterr()
