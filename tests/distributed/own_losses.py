@@ -240,3 +240,36 @@ def difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
         for some in ([ours[name].double() - theirs[name].double() for name in theirs], theirs.values())
     )
     return off / total
+
+
+class Killed(Exception):
+    pass
+
+
+class Kill(TrainerCallback):
+    """Ends training without a word after a step."""
+
+    def __init__(self, step: int | None):
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            raise Killed
+
+
+def grpo_run(
+    path: Path, out: Path, kill: int | None = None, resume: str | None = None, **loaded: Any
+) -> list[dict[str, float]]:
+    """GRPO on an engine, two updates of each generation in four steps, with checkpoints in the midst of them."""
+    engine = expertmesh.load(str(path), use_cpu=True, ep_size=2, **loaded)
+    changes: dict[str, Any] = dict(
+        max_steps=6, steps_per_generation=4, save_strategy="steps", save_steps=3, shuffle_dataset=True
+    )
+    trainer = make("grpo reference", engine, path, None, out, **changes)
+    trainer.add_callback(Kill(kill))
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except Killed:
+        return list(trainer.state.log_history)
+    trainer.save_model(str(out / "model"))
+    return list(trainer.state.log_history)
