@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -210,14 +211,19 @@ def run(
     loaded: dict[str, Any] | None,
     changes: dict[str, Any],
     dtype: str = "float32",
+    adapter: Path | None = None,
 ) -> dict[str, tuple[list[dict[str, Tensor]], list[dict[str, float]]]]:
-    """Gradients of each update, and logs, of cases: on an engine with these settings; None: of transformers' model."""
+    """Gradients of each update, and logs, of cases: on an engine with these settings; None: of transformers' model,
+    with an adapter in PEFT."""
     found = {}
     for case in cases:
         if loaded is None:
             model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
             teacher: Any = AutoModelForCausalLM.from_pretrained(path.with_name("teacher"), dtype=dtype)
             write: Any = model.save_pretrained
+            if adapter is not None:
+                model = PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
+                write = partial(model.save_pretrained, selected_adapters=["default"])
             where = out / f"rank {dist.get_rank()}"
         else:
             model = expertmesh.load(str(path), use_cpu=True, **loaded)
@@ -240,6 +246,11 @@ def difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
         for some in ([ours[name].double() - theirs[name].double() for name in theirs], theirs.values())
     )
     return off / total
+
+
+def export(path: Path, out: Path, loaded: dict[str, Any]) -> None:
+    """What an engine has before it is trained."""
+    expertmesh.load(str(path), use_cpu=True, **loaded).export(out)
 
 
 class Killed(Exception):
