@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -210,14 +211,19 @@ def run(
     loaded: dict[str, Any] | None,
     changes: dict[str, Any],
     dtype: str = "float32",
+    adapter: Path | None = None,
 ) -> dict[str, tuple[list[dict[str, Tensor]], list[dict[str, float]]]]:
-    """Gradients of each update, and logs, of cases: on an engine with these settings; None: of transformers' model."""
+    """Gradients of each update, and logs, of cases: on an engine with these settings; None: of transformers' model,
+    with an adapter in PEFT."""
     found = {}
     for case in cases:
         if loaded is None:
             model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
             teacher: Any = AutoModelForCausalLM.from_pretrained(path.with_name("teacher"), dtype=dtype)
             write: Any = model.save_pretrained
+            if adapter is not None:
+                model = PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
+                write = partial(model.save_pretrained, selected_adapters=["default"])
             where = out / f"rank {dist.get_rank()}"
         else:
             model = expertmesh.load(str(path), use_cpu=True, **loaded)
@@ -240,3 +246,41 @@ def difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
         for some in ([ours[name].double() - theirs[name].double() for name in theirs], theirs.values())
     )
     return off / total
+
+
+def export(path: Path, out: Path, loaded: dict[str, Any]) -> None:
+    """What an engine has before it is trained."""
+    expertmesh.load(str(path), use_cpu=True, **loaded).export(out)
+
+
+class Killed(Exception):
+    pass
+
+
+class Kill(TrainerCallback):
+    """Ends training without a word after a step."""
+
+    def __init__(self, step: int | None):
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            raise Killed
+
+
+def grpo_run(
+    path: Path, out: Path, kill: int | None = None, resume: str | None = None, **loaded: Any
+) -> list[dict[str, float]]:
+    """GRPO on an engine, two updates of each generation in four steps, with checkpoints in the midst of them."""
+    engine = expertmesh.load(str(path), use_cpu=True, ep_size=2, **loaded)
+    changes: dict[str, Any] = dict(
+        max_steps=6, steps_per_generation=4, save_strategy="steps", save_steps=3, shuffle_dataset=True
+    )
+    trainer = make("grpo reference", engine, path, None, out, **changes)
+    trainer.add_callback(Kill(kill))
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except Killed:
+        return list(trainer.state.log_history)
+    trainer.save_model(str(out / "model"))
+    return list(trainer.state.log_history)

@@ -182,11 +182,10 @@ class TrainerMixin(_Base):
         Args:
             given: its arguments.
         """
-        head = self.engine.model.get_output_embeddings()
-        if _is_of_trl(type(self)) and (getattr(head, "low_rank", None) is not None or head.new_rows_of):
+        if _is_of_trl(type(self)) and self.engine.model.get_output_embeddings().new_rows_of:
             raise ExpertMeshError(
-                "the head has adapters, or rows of new tokens that alone are trained, and trl's losses read its weight "
-                "without them: leave the head out of lora_targets, and add_tokens out, or train all weights"
+                "train_new_tokens: of the head, only the new tokens' rows are trained, and trl's losses read its "
+                "weight without them; give modules_to_save=['embed_tokens', 'lm_head'] instead"
             )
         with referring_to(self.engine, type(self)):
             yield
