@@ -70,12 +70,12 @@ class _Choosing(SeesChoices):
             if self.forward.records_choices:
                 self.forward.chosen_TK[self.experts] = chosen.flatten(0, -2)
             return own if routes_TK is None else torch.return_types.topk((scores.gather(-1, chosen), chosen))
-        if routes_TK is not None and scores.shape[:-1].numel() == len(routes_TK) and num_choices % columns == 0:
+        if routes_TK is not None and scores.shape == (len(routes_TK), columns) and num_choices % columns == 0:
             # groups of experts: those of the replayed ones first, or their scores would be masked
             groups_TK = routes_TK.clamp(min=0) // (num_choices // columns)
             is_replayed_TG = torch.zeros(len(routes_TK), columns, dtype=torch.bool, device=scores.device)
             is_replayed_TG = is_replayed_TG.scatter(1, groups_TK, routes_TK >= 0)
-            return top_k(scores.masked_fill(is_replayed_TG.view_as(scores), torch.inf))
+            return top_k(scores.masked_fill(is_replayed_TG, torch.inf))
         return top_k(scores)
 
     def _count(self, own: Tensor, chosen: Tensor, is_replayed: Tensor) -> None:

@@ -1,5 +1,5 @@
-"""Routing replay in trl's GRPOTrainer on an engine: gradients as of trl under DistributedDataParallel, with
-transformers' own model, whose routers are given the same experts by the tokens of each sequence.
+"""Routing replay in trl's GRPOTrainer and RLOOTrainer on an engine: gradients as of trl under DistributedDataParallel,
+with transformers' own model, whose routers are given the same experts by the tokens of each sequence.
 
 Shape suffixes: B sequences, S positions, T tokens, L MoE layers, K experts per token.
 """
@@ -26,6 +26,7 @@ from tests.families.test_replay import choosing
 from tests.tiny import save_tokenizer
 
 trl = pytest.importorskip("trl")
+_Base: Any = object
 
 FAMILY = "qwen2_moe"
 """Whose first layer has no experts."""
@@ -65,11 +66,12 @@ def experts_of(tokens: list[int]) -> Tensor:
 
 
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    return [float(sum(ids) % 7) for ids in completion_ids]
+    return [float((sum(ids) + 3 * number) % 7) for number, ids in enumerate(completion_ids)]
 
 
-class Keyed(trl.GRPOTrainer):  # type: ignore[name-defined]
-    """On transformers' model: experts are found again by the tokens of a sequence, wherever trl has put it."""
+class Keyed(_Base):
+    """Before a Trainer's class, on transformers' model: experts are found again by the tokens of a sequence, wherever
+    trl has put it."""
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, mask: Tensor, *a: Any, **kw: Any
@@ -77,7 +79,7 @@ class Keyed(trl.GRPOTrainer):  # type: ignore[name-defined]
         self.known: dict[tuple[int, ...], Tensor] = vars(self).get("known", {})
         reader = route_reader(build_model(self.accelerator.unwrap_model(model).config))
         keys = [tuple(row[is_token == 1].tolist()) for row, is_token in zip(input_ids, mask, strict=True)]
-        if self.rollout_func is rollout_with_experts:
+        if getattr(self, "rollout_func", None) is rollout_with_experts:
             self.known = {key: experts_of(list(key))[:, 1:] for key in keys}
             for routes_TLK in self.known.values():
                 routes_TLK[-1] = -1
@@ -95,10 +97,6 @@ class Keyed(trl.GRPOTrainer):  # type: ignore[name-defined]
             return super()._get_per_token_logps_and_entropies(model, input_ids, mask, *a, **kw)
 
 
-class Ours(expertmesh.RoutingReplay, expertmesh.TrainerMixin, trl.GRPOTrainer):  # type: ignore[name-defined]
-    pass
-
-
 class Watch(TrainerCallback):
     """Keeps the gradients of each update, and how many ranks' gradients they are the sum of, not the mean."""
 
@@ -114,20 +112,30 @@ class Watch(TrainerCallback):
             self.found.append(in_our_layout(self.model, "grad"))
 
 
-def trained(path: Path, out: Path, loaded: dict[str, Any] | None, generates: Any) -> tuple[list[Any], list[Any]]:
-    """The gradients of each update, on rank 0, and the log."""
+def trained(
+    path: Path, out: Path, loaded: dict[str, Any] | None, of_trl: str, generates: Any
+) -> tuple[list[Any], list[Any]]:
+    """The gradients of each update, on rank 0, and the log.
+
+    Args:
+        generates: a function that makes up completions; None: the model.
+    """
     tokenizer = AutoTokenizer.from_pretrained(path)
     tokenizer.pad_token = tokenizer.eos_token
     if loaded is None:
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        kind: Any = Keyed
+        before: tuple[Any, ...] = (Keyed,)
     else:
-        model, kind = expertmesh.load(str(path), use_cpu=True, **loaded), Ours
-    args = trl.GRPOConfig(str(out), gradient_checkpointing=bool(loaded), **SETTINGS)
+        model = expertmesh.load(str(path), use_cpu=True, **loaded)
+        before = (expertmesh.RoutingReplay, expertmesh.TrainerMixin)
+    kind: Any = type("Replaying", (*before, getattr(trl, f"{of_trl}Trainer")), {})
+    # of complete sequences' ratios, all would be clipped
+    epsilon = {"epsilon": 100.0} if of_trl == "RLOO" else {}
+    args = getattr(trl, f"{of_trl}Config")(str(out), gradient_checkpointing=bool(loaded), **SETTINGS, **epsilon)
     trainer = kind(
         model=model, args=args, processing_class=tokenizer, reward_funcs=reward,
         train_dataset=datasets.Dataset.from_list([{"prompt": f"say {i}" + " and" * (i % 3)} for i in range(16)]),
-        rollout_func=generates,
+        **({"rollout_func": generates} if generates else {}),
     )  # fmt: skip
     trainer.add_callback(watch := Watch(model if loaded is None else model.model))
     trainer.train()
@@ -150,14 +158,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("generates", [rollout, rollout_with_experts])
+@pytest.mark.parametrize(
+    ("of_trl", "generates"),
+    [("GRPO", rollout), ("GRPO", rollout_with_experts), ("RLOO", None)],
+    ids=["R2", "R3", "RLOO"],
+)
 def test_updates_use_the_experts_of_the_generation(
-    ranks: RankPool, model: Path, tmp_path: Path, generates: Any
+    ranks: RankPool, model: Path, tmp_path: Path, of_trl: str, generates: Any
 ) -> None:
     """Recorded with the old log-probabilities (R2), or of the rollout (R3); layers recomputed in backward, ep 2."""
     loaded = {"ep_size": 2, "gradient_checkpointing": "full"}
-    theirs, _ = ranks.run(trained, 2, model, tmp_path / "theirs", None, generates)[0]
-    ours, log = ranks.run(trained, 2, model, tmp_path / "ours", loaded, generates)[0]
+    theirs, _ = ranks.run(trained, 2, model, tmp_path / "theirs", None, of_trl, generates)[0]
+    ours, log = ranks.run(trained, 2, model, tmp_path / "ours", loaded, of_trl, generates)[0]
     assert len(ours) == len(theirs) == SETTINGS["max_steps"]
     errors = [difference(*pair) for pair in zip(ours, theirs, strict=True)]
     assert max(errors) <= MOST, errors
@@ -173,7 +185,7 @@ def with_experts_of_others(prompts: list[str], trainer: Any) -> dict[str, Any]:
 
 def refused(path: Path, out: Path) -> str:
     with pytest.raises(ExpertMeshError) as error:
-        trained(path, out, {"gradient_checkpointing": "full"}, with_experts_of_others)
+        trained(path, out, {"gradient_checkpointing": "full"}, "GRPO", with_experts_of_others)
     return str(error.value)
 
 
