@@ -1,7 +1,9 @@
 """`Engine.tensors`: bit for bit what an export writes, without a copy of the model on any rank, and sent once."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from benchmarks.arms import begin_peak, resident, restart_peak
 from benchmarks.traffic import CountTraffic
 from expertmesh.checkpoints.hf.export import _PIECE_BYTES
 from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.training.api.server_weights import send_weights_of
 from tests.distributed.pool import RankPool
 from tests.encoded import save_fp8
 from tests.families.configs import tiny_model
@@ -129,3 +132,57 @@ def test_no_rank_holds_more_than_a_layer(merge: bool, ranks: RankPool, tmp_path:
     assert largest == 16 * 2 * 768 * 1024 * 4
     assert peak <= largest + (3 if merge else 1) * _PIECE_BYTES + 8 * MB <= layer
     assert other <= 8 * MB, "its rows go out as they lie"
+
+
+class Server:
+    """What trl sends to: a client of a server's, or the model in a process of its own."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[str, Tensor] = {}
+        self.is_reset = False
+
+    def update_named_params(self, metadata: Any, pairs: Any) -> None:
+        self.load_weights(pairs)
+        told = [
+            (name, str(tensor.dtype).removeprefix("torch."), [*tensor.shape]) for name, tensor in self.loaded.items()
+        ]
+        assert told == metadata
+
+    def load_weights(self, pairs: Any) -> None:
+        self.loaded |= {name: tensor.clone() for name, tensor in pairs}
+
+    def reset_prefix_cache(self) -> None:
+        self.is_reset = True
+
+
+def synced(model: str, mode: str, out: Path) -> None:
+    engine = expertmesh.load(model, use_cpu=True, learning_rate=1e-2, ep_size=2)
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    generation = VLLMGeneration.__new__(VLLMGeneration)  # whose own beginning needs vLLM
+    server = Server()
+    vars(generation).update(
+        mode=mode, _weight_metadata=None, enable_sleep_mode=False, vllm_client=server, llm=Mock(),
+        accelerator=SimpleNamespace(is_main_process=engine.ranks.rank == 0),
+    )  # fmt: skip
+    generation.llm.llm_engine.model_executor.driver_worker.model_runner.model = server
+    send_weights_of(engine, generation)
+    for step in range(2):
+        engine.step(batch(engine))
+        generation.sync_weights()
+        engine.export(out / f"step-{step}")
+        if mode == "colocate" or engine.ranks.rank == 0:
+            assert_same(server.loaded, load_file(out / f"step-{step}" / "model.safetensors"))
+    assert server.is_reset == (mode == "server" and engine.ranks.rank == 0)
+    del generation._iter_named_params  # the class's own stays
+    vars(generation).pop("_weight_metadata")
+    with pytest.raises(ExpertMeshError, match="VLLMGeneration has no _weight_metadata, as trl"):
+        send_weights_of(engine, generation)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["server", "colocate"])
+def test_trl_sends_them(mode: str, ranks: RankPool, models: dict[str, Path], tmp_path: Path) -> None:
+    """By its own `VLLMGeneration.sync_weights`."""
+    pytest.importorskip("trl.generation.vllm_generation")
+    ranks.run(synced, 2, str(models["mixtral"]), mode, tmp_path)

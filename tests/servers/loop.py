@@ -1,6 +1,6 @@
 """One rank of a loop of one's own that trains at ep 2, and after each update has vLLM answer with the new weights.
 
-torchrun ... -m tests.servers.loop BY PACKAGES PORT URL MODEL OUT SETTINGS
+torchrun ... -m tests.servers.loop PACKAGES PORT URL MODEL OUT BY SETTINGS
 """
 
 import json
@@ -39,21 +39,23 @@ def by_vllm(engine: Any, url: str, port: int) -> Callable[[], Answers]:
         if engine.ranks.rank != 0:
             return []
         requests.post(f"{url}/reset_prefix_cache", timeout=300).raise_for_status()
-        wanted: dict[str, Any] = {"prompt": PROMPTS, "max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True}
-        wanted["return_token_ids"] = True
-        response = requests.post(f"{url}/v1/completions", json=wanted, timeout=300)
-        response.raise_for_status()
-        return [choice["token_ids"] for choice in response.json()["choices"]]
+        return greedy_answers(url)
 
     return answers
 
 
-def by_trl(engine: Any, url: str, port: int) -> Callable[[], Answers]:
-    """With what its Trainers generate with, but for what carries the bytes; each rank has its own prompts."""
-    from trl.generation import vllm_client
-    from trl.generation.vllm_generation import VLLMGeneration
+def greedy_answers(url: str) -> Answers:
+    wanted: dict[str, Any] = {"prompt": PROMPTS, "max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True}
+    response = requests.post(f"{url}/v1/completions", json=wanted | {"return_token_ids": True}, timeout=300)
+    response.raise_for_status()
+    return [choice["token_ids"] for choice in response.json()["choices"]]
 
-    from tests.servers.gloo_transfer import Gloo, sent
+
+def communicator(port: int) -> Callable[[Any, Any], None]:
+    """In place of `VLLMClient.init_communicator`, which needs NCCL."""
+    from trl.generation import vllm_client
+
+    from tests.servers.gloo_transfer import Gloo
 
     def init_communicator(self: Any, device: Any) -> None:
         told = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
@@ -62,8 +64,18 @@ def by_trl(engine: Any, url: str, port: int) -> Callable[[], Answers]:
             self.communicator = Gloo("127.0.0.1", port, 0, 2)
             done.result()
 
+    return init_communicator
+
+
+def by_trl(engine: Any, url: str, port: int) -> Callable[[], Answers]:
+    """With what its Trainers generate with, but for what carries the bytes; each rank has its own prompts."""
+    from trl.generation import vllm_client
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    from tests.servers.gloo_transfer import sent
+
     vllm_client.packed_nccl_broadcast_producer = sent
-    with patch.object(vllm_client.VLLMClient, "init_communicator", init_communicator):
+    with patch.object(vllm_client.VLLMClient, "init_communicator", communicator(port)):
         generation = VLLMGeneration(
             engine.model, Accelerator(cpu=True), engine.tokenizer, mode="server", server_base_url=url,
             max_completion_length=TOKENS, generation_kwargs={"temperature": 0.0, "ignore_eos": True},
@@ -81,12 +93,12 @@ def by_trl(engine: Any, url: str, port: int) -> Callable[[], Answers]:
     return answers
 
 
-def main(by: str, packages: str, port: str, url: str, model: str, out: Path, settings: dict[str, Any]) -> None:
+def main(packages: str, port: str, url: str, model: str, directory: str, by: str, settings: str) -> None:
     sys.path.append(packages)  # vLLM, behind all that is our own
     from tests.servers.gloo_transfer import register
 
     register()
-    engine = expertmesh.load(model, use_cpu=True, learning_rate=2e-2, **settings)
+    engine, out = expertmesh.load(model, use_cpu=True, learning_rate=2e-2, **json.loads(settings)), Path(directory)
     answers = {"vllm": by_vllm, "trl": by_trl}[by](engine, url, int(port))
     said = []
     for step in range(STEPS):
@@ -102,4 +114,4 @@ def main(by: str, packages: str, port: str, url: str, model: str, out: Path, set
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:6], Path(sys.argv[6]), json.loads(sys.argv[7]))  # type: ignore[call-arg, arg-type]
+    main(*sys.argv[1:])

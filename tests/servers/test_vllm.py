@@ -23,7 +23,10 @@ pytestmark = pytest.mark.release
 
 SECONDS = 400.0
 LORA: dict[str, Any] = dict(adapter="lora", lora_rank=4, base_dtype="float32")
-SERVE = "--dtype float32 --enforce-eager --max-model-len 128 --max-num-seqs 8 --weight-transfer-config"
+SERVE = (
+    "--dtype float32 --enforce-eager --max-model-len 128 --max-num-seqs 8 --max-logprobs -1 "
+    "--logprobs-mode processed_logprobs --weight-transfer-config"
+)
 
 
 @pytest.fixture(scope="module")
@@ -101,14 +104,18 @@ def test_answers_after_each_update(
     by: str, settings: dict[str, Any], vllm_python: Path, url: str, model: Path, tmp_path: Path
 ) -> None:
     """What is trained at ep 2, sent by vLLM's own trainer's engine, or by trl's client."""
-    (packages,) = vllm_python.parents[1].glob("lib/python*/site-packages")
-    (port,) = free_ports(1)
-    words = ["tests.servers.loop", by, packages, port, url, model, tmp_path, json.dumps({"ep_size": 2, **settings})]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    run = [*command, *map(str, words)]
-    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
-    assert done.returncode == 0, done.stderr[-5000:] + (tmp_path / "server.log").read_text()[-3000:]
-    said = json.loads((tmp_path / "answers.json").read_text())
+    said = run("loop", vllm_python, url, model, tmp_path, by, json.dumps({"ep_size": 2, **settings}))
     wanted = [greedy(tmp_path / f"{'merged' if settings else 'step'}-{step}") for step in range(STEPS)]
     assert said == wanted
     assert len({str(each) for each in [greedy(model), *wanted]}) > STEPS, "each update changes some answer"
+
+
+def run(script: str, python: Path, url: str, model: Path, out: Path, *more: str) -> Any:
+    """What two ranks of a script left."""
+    (packages,) = python.parents[1].glob("lib/python*/site-packages")
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    words = [*command, f"tests.servers.{script}", packages, port, url, model, out, *more]
+    done = subprocess.run([*map(str, words)], cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr[-5000:] + Path(out, "server.log").read_text()[-3000:]
+    return json.loads(Path(out, "answers.json").read_text())
