@@ -53,7 +53,9 @@ class CountTraffic(TorchDispatchMode):
             self._add("all-gather", _bytes(data) * others)
         elif "allreduce" in name or "all_reduce" in name:
             self._add("all-reduce", 2 * _bytes(args[0]) * others / group.size())
-        else:
+        elif name == "send":
+            self._add("other", _bytes(args[0]))
+        elif not name.startswith("recv"):
             self._add("other", _bytes(args[0]) * others)
 
     def _count_rows(self, data: Tensor, splits: Iterable[int], group: ProcessGroup) -> None:

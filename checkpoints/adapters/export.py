@@ -14,7 +14,14 @@ from ...moe.experts.layer import DMoE
 from ...moe.experts.lora import TOKENS, A, B, Lora
 from ...moe.util.errors import ExpertMeshError
 from ...sharding.runtime.process import raise_together
-from ...sharding.state import adapters_of, new_tokens_of, sharded_parameters, token_rows_of, whole_beside_adapters
+from ...sharding.state import (
+    ShardedParameter,
+    adapters_of,
+    new_tokens_of,
+    sharded_parameters,
+    token_rows_of,
+    whole_beside_adapters,
+)
 from ...sharding.topology import Topology
 from ..files.directories import write_errors
 from ..files.dtype_names import DTYPE_CODES
@@ -72,13 +79,17 @@ def export_adapter(
     planned = model, checkpoint, lora, base_model, form, tokenizer
     with raise_together(), write_errors(out):
         plan = plan_adapter(*planned, is_writer=dist.get_rank() == WRITER)
-    shards = sharded_parameters(model, topology, adapters_of(model) | whole_beside_adapters(model))
     with replacing(out) as directory, raise_together(), write_errors(out):
-        write_sharded([plan.weights], shards, directory, out)
+        write_sharded([plan.weights], adapter_shards(model, topology), directory, out)
         if directory is None:
             return []
         plan.beside.write(directory)
         return [*write_card(card, directory, out), *plan.beside.lines]
+
+
+def adapter_shards(model: nn.Module, topology: Topology) -> dict[str, ShardedParameter]:
+    """What an adapter's files hold, as it is sharded."""
+    return sharded_parameters(model, topology, adapters_of(model) | whole_beside_adapters(model))
 
 
 @dataclass(frozen=True)

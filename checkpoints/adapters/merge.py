@@ -7,20 +7,25 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...moe.util.errors import ExpertMeshError
+from ...sharding.runtime.process import raise_together
 from ...sharding.topology import rows_of
 from ..convert import HowToWrite, plan_hf, write_hf
 from ..ep_shards.manifest import check_all_bytes, is_shards
 from ..files.dtype_names import DTYPE_NAMES
-from ..files.dtypes import Array, as_array, as_tensor, torch_dtype
+from ..files.dtypes import Array, as_array, as_tensor, cast, torch_dtype
+from ..files.file_layout import OutputTensor
 from ..files.tensors import DiskTensor
 from ..hf.checkpoint import Checkpoint
 from ..hf.class_names import ClassNames, class_names
+from ..hf.export import WRITER
 from ..hf.export_plan import ExportPlan
 from ..hf.reader import ParameterReader
 from ..hf.source import GENERATION_CONFIG, read_ends
+from ..hf.stream import Begun, read_tensors
 from ..hf.tokenizer_files import read_tokenizer
 from ..model_card import merged_card
 from ..opening import open_any
@@ -48,9 +53,8 @@ def merge_adapter(base: Path, adapter: Path, out: Path, how: HowToWrite, dtype: 
     Raises:
         ExpertMeshError: one of the two is damaged, they do not belong together, or `out` is not to be had.
     """
-    opened, there = _opened(base, adapter, how.drop_untrained)
+    checkpoint, changed, rounding = _open_merged(base, adapter, how, dtype)
     check_all_bytes(base)
-    changed = Adapter(adapter, opened.names, there)
     if (line := changed.other_base(base)) is not None:
         how.tell(line)
     for parameter in sorted(changed.beside):
@@ -60,14 +64,33 @@ def merge_adapter(base: Path, adapter: Path, out: Path, how: HowToWrite, dtype: 
     for parameter in changed.whole:
         changed.whole_rows(parameter, range(rows_of(changed.infos[changed.whole[parameter]].shape)))
 
-    checkpoint = _merged(opened, there, changed, dtype)
-    rounding = Rounding({region.parameter: t.dtype for t in checkpoint.exported for region in t.regions})
-    checkpoint = replace(checkpoint, make_reader=lambda: MergedReader(opened.reader(), changed.reader(), rounding))
-    tokenizer = how.tokenizer or read_tokenizer(adapter, opened.source.path, opened.source.config)
+    tokenizer = how.tokenizer or read_tokenizer(adapter, checkpoint.source.path, checkpoint.source.config)
     write_hf(checkpoint, out, replace(how, card=merged_card(adapter), tokenizer=tokenizer))
     if (line := rounding.line()) is not None:
         how.tell(line)
     return len(changed.beside) + len(changed.whole) + len(changed.token_rows)
+
+
+def merged_tensors(
+    base: Path, adapter: Path, how: HowToWrite, dtype: str | None, device: torch.device, to_all: bool
+) -> Begun:
+    """What `merge_adapter` writes, as tensors, which rank 0 reads. All ranks call it together.
+
+    Args:
+        device, to_all: see `sharded_tensors`.
+    """
+    outputs: list[OutputTensor] = []
+    with raise_together():
+        if dist.get_rank() == WRITER:
+            checkpoint, plan = plan_hf(_open_merged(base, adapter, how, dtype)[0], how)
+            outputs, reader = [output for file in plan.files for output in file.tensors], checkpoint.reader()
+
+    def rows_of(parameter: str, rows: range, dtype: str) -> Array:
+        found = reader.rows(parameter, rows)
+        assert found is not None, parameter
+        return cast(*found, dtype)
+
+    return read_tensors(outputs, rows_of, device, to_all)
 
 
 def planned_merge(base: Path, adapter: AdapterPlan, how: HowToWrite, dtype: str | None = None) -> ExportPlan:
@@ -82,6 +105,18 @@ def planned_merge(base: Path, adapter: AdapterPlan, how: HowToWrite, dtype: str 
         opened, there = _opened(base, Path(directory), how.drop_untrained)
         checkpoint = _merged(opened, there, Adapter(Path(directory), opened.names, there), dtype)
         return plan_hf(checkpoint, how)[1]
+
+
+def _open_merged(
+    base: Path, adapter: Path, how: HowToWrite, dtype: str | None
+) -> "tuple[Checkpoint, Adapter, Rounding]":
+    """(the base with an adapter merged, which reads as both together; the adapter; what rounding has taken so far)"""
+    opened, there = _opened(base, adapter, how.drop_untrained)
+    changed = Adapter(adapter, opened.names, there)
+    checkpoint = _merged(opened, there, changed, dtype)
+    rounding = Rounding({region.parameter: t.dtype for t in checkpoint.exported for region in t.regions})
+    checkpoint = replace(checkpoint, make_reader=lambda: MergedReader(opened.reader(), changed.reader(), rounding))
+    return checkpoint, changed, rounding
 
 
 def _merged(opened: Checkpoint, there: ClassNames, changed: Adapter, dtype: str | None) -> Checkpoint:

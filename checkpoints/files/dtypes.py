@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .dtype_names import CODE_NAMES, DTYPE_BYTES, DTYPE_CODES, DTYPE_NAMES
+from .dtype_names import ALL_NAMES, CODE_NAMES, DTYPE_BYTES, DTYPE_CODES
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +24,8 @@ ARRAY_TYPES: dict[str, Any] = {
 }  # fmt: skip
 _BITS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _STRIP = 32
+_TORCH_NAMES = {"F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu"}
+"""What torch calls these, and nobody else."""
 
 
 def wider(a: str, b: str) -> str:
@@ -78,7 +80,7 @@ def torch_dtype(code: str) -> torch.dtype:
     """torch's type of this code."""
     import torch
 
-    dtype: torch.dtype = getattr(torch, DTYPE_NAMES[code])
+    dtype: torch.dtype = getattr(torch, _TORCH_NAMES.get(code) or ALL_NAMES[code])
     return dtype
 
 

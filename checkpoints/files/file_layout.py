@@ -110,6 +110,11 @@ class OutputTensor:
     errors: Errors | None = None
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it is the rows of parameters as they are."""
+        return self.tensor.encoding is None and bool(self.tensor.regions)
+
+    @property
     def is_scales(self) -> bool:
         """Whether it is the scales of codes before it."""
         return self.part in self.tensor.parts[1:]

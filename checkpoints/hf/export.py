@@ -5,7 +5,7 @@ copied from it. The directory appears under its own name only when it is complet
 """
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -128,9 +128,7 @@ def write_sharded(
             failures.append(error)
 
     with raise_together():
-        # of one's own from the beginning: memory may be what is lacking later
-        largest = max((shard.row_shape.numel() * _MOST_ITEM_BYTES for shard in shards.values()), default=0)
-        message = torch.empty(max(largest, _PIECE_BYTES), dtype=torch.uint8)
+        message = message_for(shards)  # of one's own from the beginning: memory may be what is lacking later
     total = sum(file.num_bytes for file in files)
     progress = CountedProgress(f"writing {out}", total, is_shown=dist.get_rank() == WRITER)
     for file in files:
@@ -145,8 +143,7 @@ def write_sharded(
                 dtype = torch_dtype(output.tensor.dtype)
                 for strip in output.strips():
                     parts = [
-                        _brought(shards[region.parameter], rows, dtype, message, attempt)
-                        for region, rows in strip.parts
+                        brought(shards[region.parameter], rows, dtype, message, attempt) for region, rows in strip.parts
                     ]
                     with attempt():
                         if stream is not None and not failures:
@@ -160,7 +157,22 @@ def write_sharded(
         raise failures[0]
 
 
-def _brought(
+def message_for(shards: Mapping[str, ShardedParameter]) -> Tensor:
+    """Bytes of any message about these."""
+    largest = max((shard.row_shape.numel() * _MOST_ITEM_BYTES for shard in shards.values()), default=0)
+    return torch.empty(max(largest, _PIECE_BYTES), dtype=torch.uint8)
+
+
+def messages_of(shard: ShardedParameter, rows: range, dtype: torch.dtype) -> Iterator[tuple[int, range]]:
+    """(owner, rows) of the messages in which these rows of a parameter are sent."""
+    step = max(1, _PIECE_BYTES // max(1, shard.row_shape.numel() * dtype.itemsize))
+    for owner, owned in shard.owners:
+        shared = overlap(owned, rows)
+        for start in range(shared.start, shared.stop, step):
+            yield owner, range(start, min(start + step, shared.stop))
+
+
+def brought(
     shard: ShardedParameter,
     rows: range,
     dtype: torch.dtype,
@@ -174,27 +186,23 @@ def _brought(
         message: bytes for one.
     """
     rank = dist.get_rank()
-    brought = torch.empty(0, *shard.row_shape, dtype=dtype)
+    values = torch.empty(0, *shard.row_shape, dtype=dtype)
     if rank == WRITER:
         with attempt():
-            brought = torch.empty(len(rows), *shard.row_shape, dtype=dtype)
+            values = torch.empty(len(rows), *shard.row_shape, dtype=dtype)
     row_bytes = shard.row_shape.numel() * dtype.itemsize
-    step = max(1, _PIECE_BYTES // max(1, row_bytes))
-    for owner, owned in shard.owners:
-        shared = overlap(owned, rows)
-        for start in range(shared.start, shared.stop, step):
-            run = range(start, min(start + step, shared.stop))
-            if rank not in (owner, WRITER):
-                continue
-            piece = message[: len(run) * row_bytes].view(dtype).view(len(run), *shard.row_shape)
-            if rank == owner:
-                with attempt():
-                    piece.copy_(shard.view(run))
-            if rank != WRITER:
-                dist.send(piece, WRITER)
-                continue
-            if owner != WRITER:
-                dist.recv(piece, owner)
+    for owner, run in messages_of(shard, rows, dtype):
+        if rank not in (owner, WRITER):
+            continue
+        piece = message[: len(run) * row_bytes].view(dtype).view(len(run), *shard.row_shape)
+        if rank == owner:
             with attempt():
-                brought[run.start - rows.start : run.stop - rows.start] = piece
-    return as_array(brought)
+                piece.copy_(shard.view(run))
+        if rank != WRITER:
+            dist.send(piece, WRITER)
+            continue
+        if owner != WRITER:
+            dist.recv(piece, owner)
+        with attempt():
+            values[run.start - rows.start : run.stop - rows.start] = piece
+    return as_array(values)

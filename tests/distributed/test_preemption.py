@@ -41,7 +41,7 @@ PLACES = {
     "evaluation": "training.steps.evaluate.token_loss_sum",
     "generations": "training.steps.generate.boundary",
     "save": "checkpoints.training_state.saving.file_entry",
-    "export": "checkpoints.hf.export._brought",
+    "export": "checkpoints.hf.export.brought",
 }
 """What each phase calls for each of its parts."""
 

@@ -6,25 +6,28 @@ It is for a training loop: ours in `training.run.loop`, a user's own, or that of
 import hashlib
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ...checkpoints.adapters.export import Form, export_adapter, plan_adapter
-from ...checkpoints.adapters.merge import merge_adapter, planned_merge
+from ...checkpoints.adapters.export import Form, adapter_shards, export_adapter, plan_adapter
+from ...checkpoints.adapters.merge import merge_adapter, merged_tensors, planned_merge
 from ...checkpoints.convert import HowToWrite, encoded_as_source
 from ...checkpoints.files.directories import write_errors
 from ...checkpoints.files.dtype_names import DTYPE_CODES
 from ...checkpoints.hf.checkpoint import Checkpoint
 from ...checkpoints.hf.export import export_model
 from ...checkpoints.hf.export_plan import plan_export
+from ...checkpoints.hf.requantized import hf_outputs
 from ...checkpoints.hf.side_files import side_files
 from ...checkpoints.hf.source import ModelSource
+from ...checkpoints.hf.stream import Begun, TensorStream, sharded_tensors
 from ...checkpoints.hf.tokenizer_files import has_tokenizer
 from ...checkpoints.model_card import model_card
 from ...checkpoints.training_state.marker import check_carried
@@ -48,6 +51,7 @@ from ...sharding.parallelize.parallelize import free_gathered, without_copies
 from ...sharding.parallelize.unreached import agree_on_gradients
 from ...sharding.runtime.process import Ranks, raise_together
 from ...sharding.runtime.watchdog import collectives_limit
+from ...sharding.state import sharded_parameters
 from ...sharding.topology import check_divides, check_sizes
 from ..attention.flash_3 import use_flash_attention_3
 from ..attention.padded_lengths import batch_maker_of
@@ -881,6 +885,53 @@ class Engine:
             if self.ranks.rank == 0:
                 merge_adapter(self.source.path, Path(adapter), Path(directory), how, self._merge_dtype)
         return lines
+
+    def tensors(self, merge: bool = False, all_ranks: bool = False) -> TensorStream:
+        """What `export` would write, as tensors: for a server that takes weights from memory. All ranks iterate over
+        them together, as often as weights have changed. No rank has more than one tensor at a time.
+
+        Example:
+            for name, tensor in engine.tensors():
+                if engine.ranks.rank == 0:
+                    send(name, tensor)
+
+        Args:
+            merge: whether of a model with adapters it is what `merge` would write, which rank 0 reads from the base's
+                files anew each time, in place of these alone.
+            all_ranks: whether all ranks get them, or rank 0 alone; the others then get tensors of the meta device.
+
+        Returns:
+            Pairs of name and tensor, which is on the rank's device; vLLM takes it as a source of weights.
+
+        Raises:
+            ExpertMeshError: on all ranks, when there is nothing to merge, or it cannot be.
+        """
+        if merge and self.config.adapter == "none":
+            raise ExpertMeshError("merge: the model has no adapter to merge; leave it out")
+        return TensorStream(partial(self._merged_tensors if merge else self._own_tensors, all_ranks))
+
+    @contextmanager
+    def _own_tensors(self, to_all: bool) -> Iterator[Begun]:
+        """What `export` writes."""
+        self.release()
+        if self.config.adapter == "none":
+            outputs, shards = [*hf_outputs(self.checkpoint)], sharded_parameters(self.model, self.topology)
+        else:
+            plan = plan_adapter(self.model, self.checkpoint, *self._of_adapter, is_writer=False)
+            outputs, shards = plan.weights.tensors, adapter_shards(self.model, self.topology)
+        yield [output.part for output in outputs], sharded_tensors(outputs, shards, self.ranks.device, to_all)
+
+    @contextmanager
+    def _merged_tensors(self, to_all: bool) -> Iterator[Begun]:
+        """What `merge` writes of what `export` writes."""
+        self.release()
+        with ExitStack() as stack:
+            with raise_together(), write_errors(Path(tempfile.gettempdir())):
+                directory = stack.enter_context(tempfile.TemporaryDirectory()) if self.ranks.rank == 0 else ""
+            adapter = Path(directory, "adapter")
+            export_adapter(self.model, self.checkpoint, self.topology, adapter, *self._of_adapter)
+            how = self._how_to_merge(None, lambda _: None), self._merge_dtype
+            yield merged_tensors(self.source.path, adapter, *how, self.ranks.device, to_all)
 
     def _card(self) -> str:
         """The model card of what is exported; empty where none can be made."""
