@@ -37,7 +37,7 @@ from .peft_format import (
     packed_paths,
     reads_by_expert,
 )
-from .servers import serving_lines
+from .servers import in_layer, serving_lines
 
 Form = Literal["auto", "per-expert", "packed"]
 
@@ -169,14 +169,13 @@ def _lines(config: Mapping[str, Any], tensors: "_Tensors", checkpoint: Checkpoin
     on_disk = {path: names.get(f"{path}.weight", []) for path in tensors.modules}
     matrices = [(path, f"{path}.mlp.{_matrices(layer)[0]}") for path, layer in tensors.experts.items()]
     return lines + serving_lines(
-        {
-            there(path): there(found[0].removesuffix(".weight")) if len(found) == 1 else None
-            for path, found in on_disk.items()
-        },
+        {there(path): found[0].removesuffix(".weight") if len(found) == 1 else None for path, found in on_disk.items()},
         rank=max((config["r"], *config["rank_pattern"].values())),
         is_packed=tensors.is_packed if tensors.experts else None,
         is_packed_elsewhere=any(
-            not name.startswith(f"{there(path)}.") for path, own in matrices for name in names.get(own, ())
+            not in_layer(name).startswith(f"{in_layer(there(path))}.")
+            for path, own in matrices
+            for name in names.get(own, ())
         ),
         use_rslora=config["use_rslora"],
         whole=[*tensors.whole, *tensors.token_rows],

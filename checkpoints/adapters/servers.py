@@ -3,6 +3,7 @@
 `tests/servers/` asks the code of the servers' own releases.
 """
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -44,7 +45,7 @@ class Server:
             if (self.known is not None and name not in self.known)
             or name in self.unused
             or any(f"{parent}.{other}" not in layers for other in self.beside.get(name, ()))
-            or (self.by_disk_name and on_disk not in (None, path))
+            or (self.by_disk_name and on_disk is not None and in_layer(on_disk) != in_layer(path))
         ]
 
 
@@ -78,6 +79,11 @@ SGLANG = Server(
     scales_rslora=False,
 )
 SERVERS = (VLLM, SGLANG)
+
+
+def in_layer(path: str) -> str:
+    """What follows the number of a layer in a path: what is before it is called otherwise in some classes."""
+    return re.split(r"\.\d+\.", path, maxsplit=1)[-1]
 
 
 def servable(paths: Iterable[str]) -> set[str]:
