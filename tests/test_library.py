@@ -291,7 +291,7 @@ def test_what_is_said_of_an_adapter(tiny_model: Path, engine: Any, tmp_path: Pat
     """Where it is exported, what servers must be given; where a run begins with it, that its base is another."""
     for form, told in (
         ("per-expert", "needs --max-lora-rank 8"),
-        ("packed", "does not use packed adapters of experts"),
+        ("packed", "does not serve packed adapters of experts"),
     ):
         adapter, settings = tmp_path / form, {"adapter": "lora", "lora_rank": 2}
         said = load(tiny_model, adapter_format=form, **settings).export(adapter)

@@ -14,7 +14,7 @@ class Server:
 
     Attributes:
         known: last names of the layers whose adapters it loads; None: of any.
-        unused: last names of layers whose adapters it loads, and never computes with.
+        unused: last names of layers whose adapters it loads, and does not compute with as PEFT does.
         beside: by last names, the layers beside it that must have adapters, too.
         by_disk_name: whether it finds modules by their names in the checkpoint alone, and drops others without a word.
         for_experts: what it must be given for experts' adapters. for_packed: for packed ones; None: it loads none.
@@ -52,7 +52,8 @@ class Server:
 VLLM = Server(
     "vLLM",
     "0.32.0",
-    unused=frozenset({"kv_b_proj"}),  # attention multiplies by a copy of the weight, made when the model is loaded
+    # attention multiplies by a copy of the weight, made when the model is loaded; of routers, its tokens are not PEFT's
+    unused=frozenset({"kv_b_proj", "gate", "router"}),
     by_disk_name=True,
     for_packed=("--enable-mixed-moe-lora-format", '"is_3d_lora_weight": true'),
     ranks=(1, 8, 16, 32, 64, 128, 256, 320, 512),
@@ -115,13 +116,13 @@ def serving_lines(
     for server in SERVERS:
         needs, reasons = [], []
         if lost := dict.fromkeys(path.rpartition(".")[2] for path in server.lost(layers)):
-            reasons.append(f"does not use adapters of {', '.join(lost)}")
+            reasons.append(f"does not serve adapters of {', '.join(lost)}")
         if is_packed and (server.for_packed is None or (server.by_disk_name and is_packed_elsewhere)):
-            reasons.append("does not use packed adapters of experts")
+            reasons.append("does not serve packed adapters of experts")
         if use_rslora and not server.scales_rslora:
             reasons.append("scales by alpha / r in spite of --use-rslora")
         if whole:
-            reasons.append("does not use modules or tokens trained whole")
+            reasons.append("does not serve modules or tokens trained whole")
         if server.ranks:
             fitting = [each for each in server.ranks if each >= rank]
             needs += [f"--max-lora-rank {fitting[0]}"] if fitting else []

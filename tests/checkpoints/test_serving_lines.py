@@ -24,25 +24,25 @@ MERGE = "; merge to serve there"
         (
             {"is_packed": True},
             'needs --max-lora-rank 16, --enable-mixed-moe-lora-format, "is_3d_lora_weight": true',
-            f"does not use packed adapters of experts{MERGE}",
+            f"does not serve packed adapters of experts{MERGE}",
         ),
         (
             {"is_packed": True, "is_packed_elsewhere": True},
-            f"does not use packed adapters of experts{MERGE}",
-            f"does not use packed adapters of experts{MERGE}",
+            f"does not serve packed adapters of experts{MERGE}",
+            f"does not serve packed adapters of experts{MERGE}",
         ),
         ({"use_rslora": True}, "needs --max-lora-rank 16", f"scales by alpha / r in spite of --use-rslora{MERGE}"),
-        ({"whole": ["norm"]}, *2 * (f"does not use modules or tokens trained whole{MERGE}",)),
+        ({"whole": ["norm"]}, *2 * (f"does not serve modules or tokens trained whole{MERGE}",)),
         (
             {"layers": {"a.kv_b_proj": None}},
-            f"does not use adapters of kv_b_proj{MERGE}",
+            f"does not serve adapters of kv_b_proj{MERGE}",
             None,
         ),
         (
             {"layers": {"mlp.gate": "block.gate"}},
-            *2 * (f"does not use adapters of gate{MERGE}",),
+            *2 * (f"does not serve adapters of gate{MERGE}",),
         ),
-        ({"layers": {"mlp.gate": "mlp.gate"}}, "needs --max-lora-rank 16", f"does not use adapters of gate{MERGE}"),
+        ({"layers": {"mlp.x_proj": "block.x_proj"}}, *2 * (f"does not serve adapters of x_proj{MERGE}",)),
         ({"layers": {"a.q_proj": None, "b.v_proj": None}}, "needs --max-lora-rank 16", f"q_proj, v_proj{MERGE}"),
     ],
 )
@@ -60,7 +60,6 @@ ROWS: dict[str, dict[str, Any]] = {
     "the same, of Mixtral": {"is_packed": True, "is_packed_elsewhere": True, "rank": 32},
     "`kv_b_proj`": {"layers": {"self_attn.kv_b_proj": None}},
     "routers": {"layers": {"mlp.gate": "mlp.gate"}},
-    "routers of Mixtral": {"layers": {"mlp.gate": "block_sparse_moe.gate"}},
     "attention, `--use-rslora`": {"use_rslora": True},
     "attention, `--modules-to-save`": {"whole": ["norm"]},
 }

@@ -85,11 +85,13 @@ def main() -> None:
     for number, path in enumerate(asked["adapters"], start=1):
         name = Path(path).name
         answers[f"rank of {name}"] = next((rank for rank in ranks if allows(path, rank)), None)
+        adapter = LoRARequest(name, number, path, is_3d_lora_weight=asked.get("is_3d", False))
         try:
-            answers[name] = tokens(LoRARequest(name, number, path, is_3d_lora_weight=asked.get("is_3d", False)))
+            llm.llm_engine.add_lora(adapter)  # by itself: a request for one that is refused would never end
         except Exception as error:
             answers[name] = f"{type(error).__name__}: {error}"
             continue
+        answers[name] = tokens(adapter)
         save_file(deltas_of(manager), f"{asked['out']}/{name}.safetensors")
     Path(asked["out"], "answers.json").write_text(json.dumps(answers))
 
