@@ -36,6 +36,7 @@ FOREIGN_FLAGS = {
     *(
         "--port",
         "--enable-lora",
+        "--enable-mixed-moe-lora-format",
         "--lora-modules",
         "--lora-paths",
         "--lora-target-modules",

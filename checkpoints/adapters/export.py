@@ -44,6 +44,7 @@ from .peft_format import (
     packed_paths,
     reads_by_expert,
 )
+from .servers import in_layer, serving_lines
 
 Form = Literal["auto", "per-expert", "packed"]
 
@@ -160,23 +161,36 @@ def plan_adapter(
         tables[ROPE] = scaling.as_json()
     written: Files = {name: (json.dumps(table, indent=2) + "\n").encode() for name, table in tables.items()}
     beside = plan_beside_adapter(checkpoint.source, tokenizer).files | written
-    return AdapterPlan(weights, SideFiles(beside, _lines(config, lora, base_model, tensors.is_packed)))
+    return AdapterPlan(weights, SideFiles(beside, _lines(config, tensors, checkpoint)))
 
 
-def _lines(config: Mapping[str, Any], lora: Lora, base_model: str, is_packed: bool) -> list[str]:
+def _lines(config: Mapping[str, Any], tensors: "_Tensors", checkpoint: Checkpoint) -> list[str]:
     """What servers must be told, and who publishes it."""
-    lines = []
+    lines, base_model = [], config["base_model_name_or_path"]
     if Path(base_model).is_dir():
         lines.append(
             f"adapter: {CONFIG} names the directory {base_model} as its base, as PEFT's would; before you publish the "
             "adapter, write the base's hub id there"
         )
-    if is_packed and (ranks := config["rank_pattern"].values()):
-        lines.append(
-            f"adapter: packed pairs of gate and up have rank {max(ranks)}, the others {lora.rank}; give servers that "
-            f"much as their largest LoRA rank (vLLM: --max-lora-rank {max(ranks)})"
-        )
-    return lines
+    there = tensors.class_names.there
+    names: dict[str, list[str]] = {}
+    for tensor in checkpoint.exported:
+        for parameter in {region.parameter for region in tensor.regions}:
+            names.setdefault(parameter, []).append(tensor.name)
+    on_disk = {path: names.get(f"{path}.weight", []) for path in tensors.modules}
+    matrices = [(path, f"{path}.mlp.{_matrices(layer)[0]}") for path, layer in tensors.experts.items()]
+    return lines + serving_lines(
+        {there(path): found[0].removesuffix(".weight") if len(found) == 1 else None for path, found in on_disk.items()},
+        rank=max((config["r"], *config["rank_pattern"].values())),
+        is_packed=tensors.is_packed if tensors.experts else None,
+        is_packed_elsewhere=any(
+            not in_layer(name).startswith(f"{in_layer(there(path))}.")
+            for path, own in matrices
+            for name in names.get(own, ())
+        ),
+        use_rslora=config["use_rslora"],
+        whole=[*tensors.whole, *tensors.token_rows],
+    )
 
 
 def _not_adapted(model: nn.Module, tensors: "_Tensors") -> set[str]:

@@ -46,6 +46,19 @@ EXPERTS = {f"mlp.experts.mlp.{name}" for name in ("w1", "v1", "w2")}
         ("qwen2_moe", ["dense-mlp"], 1, set()),
         ("qwen2_moe", ["shared-experts"], 1, {f"mlp.{part}" for part in SHARED}),
         ("nemotron_h", ["experts"], 1, {"mixer.experts.mlp.w1", "mixer.experts.mlp.w2"}),
+        ("mixtral", ["servable"], 0, ATTENTION | EXPERTS),
+        # vLLM never uses an adapter of kv_b_proj
+        (
+            "deepseek_v3",
+            ["servable"],
+            1,
+            EXPERTS
+            | {f"self_attn.{each}" for each in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")}
+            | {f"mlp.shared_experts.{each}_proj" for each in ("gate", "up", "down")},
+        ),
+        # SGLang reads no packed adapters, and knows no gate of a shared expert
+        ("gpt_oss", ["servable"], 0, ATTENTION),
+        ("qwen2_moe", ["servable"], 1, ATTENTION | EXPERTS | {f"mlp.{part}" for part in SHARED[1:]}),
         # dt_proj is not called, but its weight multiplied
         ("jamba", ["mamba"], 0, {f"mamba.{which}_proj" for which in ("in", "x", "out")}),
     ],
@@ -88,6 +101,14 @@ def test_what_is_not_quantized_is_told() -> None:
 def test_mistakes(targets: list[str], said: str) -> None:
     with pytest.raises(ExpertMeshError, match=said):
         adapted("mixtral", *targets)
+
+
+def test_what_no_server_loads_is_not_servable() -> None:
+    assert modules(adapted("mixtral", "servable", adapter_format="packed"), 0) == ATTENTION
+    # a query without a latent has no value beside it, and SGLang stacks queries, keys and values
+    model = build_model(tiny_config("deepseek_v3", q_lora_rank=None))
+    told = adapt(model, TrainConfig(model="m", dataset=["d"], adapter="lora", lora_targets=["servable"]))
+    assert told.targets == ("down_proj, gate_proj, up_proj, o_proj", "experts")
 
 
 def test_layers_that_are_not_called() -> None:

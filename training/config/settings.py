@@ -1323,7 +1323,8 @@ class AdapterSettings:
     )
     lora_targets: list[str] = _list(
         "What gets adapters: attention, experts, router, shared-experts, dense-mlp, vision (with --images), all-linear "
-        "(all of these), or regular expressions for linear layers; separated by commas or spaces",
+        "(all of these), servable (what vLLM and SGLang load rightly), or regular expressions for linear layers; "
+        "separated by commas or spaces",
         _LORA,
         default=("attention", "experts"),
         metavar="NAME",

@@ -6,6 +6,9 @@ from typing import Any
 
 from torch import nn
 
+from ...checkpoints.adapters.peft_format import reads_by_expert
+from ...checkpoints.adapters.servers import servable
+from ...moe.experts.layer import DMoE
 from ...moe.experts.lora import Lora, add_adapters, is_adapter, linear_layers, unquantized
 from ...moe.experts.model_facts import facts_of
 from ...moe.experts.model_layers import layer_prefixes, moe_layers, router_prefixes
@@ -15,13 +18,18 @@ from ..config.train_config import TrainConfig
 from .freezing import groups_of
 from .selection import select
 
+SERVABLE = "servable"
+"""The target that stands for what every server loads rightly."""
+
+_OF_SERVABLE = ("attention", "shared-experts", "dense-mlp")
 _NOT_CALLED = "the model's code multiplies by the weight itself"
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """lora: of all adapters. targets: as asked for. whole: paths of modules trained whole beside them. passed_over:
-    paths of layers among the targets that are not called. trained, total: elements of parameters, adapters included."""
+    """lora: of all adapters. targets: as asked for, those of `SERVABLE` by name. whole: paths of modules trained whole
+    beside them. passed_over: paths of layers among the targets that are not called. trained, total: elements of
+    parameters, adapters included."""
 
     lora: Lora
     targets: tuple[str, ...]
@@ -64,9 +72,14 @@ def adapt(model: Any, config: TrainConfig) -> Adapted:
     uncalled = facts_of(model).uncalled - vision
     routers = _plain_routers(model, linear)
     named = {**_targets_by_name(model, linear), "vision": vision}
+    targets = dict.fromkeys(config.lora_targets)
     chosen: set[str] = set()
     chosen_routers: set[str] = set()
-    for target in config.lora_targets:
+    if SERVABLE in targets:
+        named[SERVABLE] = servable({path for group in _OF_SERVABLE for path in named[group]} - uncalled)
+        if not _are_packed(model, config):
+            targets["experts"] = None
+    for target in targets:
         if target in ("experts", "router"):
             continue
         if target == "all-linear":  # as PEFT means it
@@ -97,7 +110,7 @@ def adapt(model: Any, config: TrainConfig) -> Adapted:
         lora,
         sorted(chosen - uncalled),
         sorted(routers),
-        not {"experts", "all-linear"}.isdisjoint(config.lora_targets),
+        not {"experts", "all-linear"}.isdisjoint(targets),
     )
     whole = _modules_to_save(model, config.modules_to_save)
     for path in whole:
@@ -106,7 +119,9 @@ def adapt(model: Any, config: TrainConfig) -> Adapted:
         model.get_submodule(path).requires_grad_(True)
     parameters = list(model.parameters())
     trained, total = (sum(p.numel() for p in some) for some in ((p for p in parameters if p.requires_grad), parameters))
-    return Adapted(lora, tuple(config.lora_targets), tuple(whole), tuple(sorted(chosen & uncalled)), trained, total)
+    if SERVABLE in targets:
+        targets = {_last_names(sorted(named[each])) if each == SERVABLE else each: None for each in targets}
+    return Adapted(lora, tuple(targets), tuple(whole), tuple(sorted(chosen & uncalled)), trained, total)
 
 
 def _last_names(paths: Iterable[str]) -> str:
@@ -146,6 +161,14 @@ def unquantized_lines(model: Any, config: TrainConfig) -> list[str]:
     ]
 
 
+def _are_packed(model: Any, config: TrainConfig) -> bool:
+    """Whether adapters of experts are exported in PEFT's packed form."""
+    layers = {path: module for path, module in model.named_modules() if isinstance(module, DMoE)}
+    return config.adapter_format == "packed" or not all(
+        reads_by_expert(model, path, layer.mlp.layout) for path, layer in layers.items()
+    )
+
+
 def _linear_of_routers(model: Any, linear: Mapping[str, nn.Module]) -> set[str]:
     """Linear layers that are routers, or parts of one."""
     routers = router_prefixes(model)
@@ -180,7 +203,7 @@ def _by_pattern(
 ) -> set[str]:
     """Linear layers of the language model with that in their names; where there are none, those of the tower, or
     routers."""
-    groups = ("experts", "router", *named)
+    groups = ("experts", "router", *named, SERVABLE)
     last_names = sorted({path.rpartition(".")[2] for path in linear})
     found = select("--lora-targets", target, (*linear, *routers, *vision), "linear layer", groups, last_names)
     return found & set(linear) or found & vision or found
