@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.distributed.pool import RankPool
 from tests.distributed.whole_runs import assert_same_bits
 from tests.families.configs import tiny_model
+from tests.rounding import OTHER_ORDER
 from tests.tiers import tiered
 from tests.tiny import save_tokenizer
 
@@ -65,8 +66,10 @@ def test_gradients(layout: str, ranks: RankPool, model: Path, under_ddp: Callabl
         (gradients, logs), (expected, their_logs) = ours[case], theirs[case]
         off = [difference(one, other) for one, other in zip(gradients, expected, strict=True)]
         print(f"{case:24}", *(f"{each:.1e}" for each in off))
-        too_much += [case] * (max(off) > MOST)
-        for name in ("loss", "reward", "rewards/margins", "kl", "entropy"):
+        # the gradients of RLOO's samples nearly cancel
+        too_much += [case] * (max(off) > (OTHER_ORDER if case == "rloo" else MOST))
+        of_trl = ("entropy",) * (case != "sft nll")  # which the engine computes without logits
+        for name in ("loss", "reward", "rewards/margins", "kl", *of_trl):
             one, other = ([line[name] for line in told if name in line] for told in (logs, their_logs))
             assert one == pytest.approx(other, rel=1e-4, abs=2e-6), (case, name)
     assert not too_much
