@@ -119,3 +119,11 @@ def run(script: str, python: Path, url: str, model: Path, out: Path, *more: str)
     done = subprocess.run([*map(str, words)], cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr[-5000:] + Path(out, "server.log").read_text()[-3000:]
     return json.loads(Path(out, "answers.json").read_text())
+
+
+def test_answers_in_trl_s_grpo(vllm_python: Path, url: str, model: Path, tmp_path: Path) -> None:
+    """Whose generations vLLM makes: before the first update, and after each."""
+    said = run("grpo", vllm_python, url, model, tmp_path)
+    assert said == (wanted := [greedy(tmp_path / f"step-{step}") for step in range(STEPS)])
+    assert wanted[0] == greedy(model)
+    assert len(set(map(str, wanted))) == STEPS, "each update changes some answer"

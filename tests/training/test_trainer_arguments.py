@@ -107,7 +107,7 @@ SET = {
     "fp16": True, "bf16_full_eval": True, "fp16_full_eval": True, "torch_compile": True,
     "torch_compile_backend": "inductor", "torch_compile_mode": "default", "use_liger_kernel": True,
     "liger_kernel_config": {"rope": True}, "optim_args": "rank=2", "optim_target_modules": "all-linear",
-    "neftune_noise_alpha": 5.0, "use_vllm": True, "use_transformers_continuous_batching": True,
+    "neftune_noise_alpha": 5.0, "use_transformers_continuous_batching": True,
     "cast_lm_head_to_fp32": True,
     "auto_find_batch_size": True, "torch_empty_cache_steps": 2, "fsdp": True, "fsdp_config": {"version": 2},
     "deepspeed": {"zero_stage": 3}, "parallelism_config": object(), "debug": ["underflow_overflow"],
@@ -152,6 +152,7 @@ VALUES: list[tuple[str, Any, Any]] = [
     ("accelerator_config", {"dispatch_batches": False}, {"dispatch_batches": True}),
     ("accelerator_config", None, {"gradient_accumulation_kwargs": {"sync_each_batch": True}}),
     ("label_names", ["labels"], ["answers"]),
+    ("vllm_mode", "server", "colocate"),
     ("chat_template_path", __file__.replace(".py", ".jinja"), "a-tokenizer"),
 ]
 """(argument, a value that is heeded, one that is refused)"""
@@ -159,6 +160,8 @@ VALUES: list[tuple[str, Any, Any]] = [
 
 def made(name: str, value: Any, **more: Any) -> Any:
     """Of the class whose default is not this value."""
+    if name == "vllm_mode":
+        return trl.GRPOConfig("out", use_cpu=True, bf16=False, report_to=[], use_vllm=True, **{name: value})
     if name == "disable_dropout":
         return trl.DPOConfig("out", use_cpu=True, report_to=[], **{name: value})
     kind = sft if name in {field.name for field in fields(trl.SFTConfig)} - {"bf16", "gradient_checkpointing"} else None

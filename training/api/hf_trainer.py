@@ -50,6 +50,7 @@ from ..steps.evaluate import inference, token_accuracy
 from ..steps.micro_batch import LossValues, StepCounts, count_step, no_losses
 from ..steps.step import Gradients, add_gradients, step_result
 from .own_loss import OwnLoss, frozen, keep_as_it_is, referring_to
+from .server_weights import send_weights_of
 from .trainer_arguments import heeded_arguments, overruled_settings
 from .trainer_methods import replaced_methods, uncalled_methods
 
@@ -190,6 +191,8 @@ class TrainerMixin(_Base):
         with referring_to(self.engine, type(self)):
             yield
         self.accelerator.backward = self._own_loss.backward  # type: ignore[method-assign]
+        if (generation := getattr(self, "vllm_generation", None)) is not None:
+            send_weights_of(self.engine, generation)
         self.aux_loss_enabled = False  # the engine's takes its place, over the tokens of all ranks
         keep_as_it_is(self.engine.model)
 

@@ -30,7 +30,9 @@ class RoutingReplay(_Base):
     and the completion's, or of all of these but the last.
 
     Example:
-        class GRPO(expertmesh.RoutingReplay, expertmesh.TrainerMixin, trl.GRPOTrainer):
+        from trl import GRPOTrainer
+
+        class GRPO(expertmesh.RoutingReplay, expertmesh.TrainerMixin, GRPOTrainer):
             pass
 
     Raises:

@@ -92,7 +92,7 @@ REFUSED: dict[str, str] = {
     "enable_jit_checkpoint": "ranks get a signal at different steps, but save together; give save_steps, or use "
     "train_ep.py, which saves at a scheduler's signal",
     "model_init_kwargs": "the model is loaded already; give its settings to expertmesh.load",
-    **dict.fromkeys(("use_vllm", "use_transformers_continuous_batching"), "the engine generates, with all its ranks"),
+    "use_transformers_continuous_batching": "the engine generates, with all its ranks, or vLLM with use_vllm",
     "cast_lm_head_to_fp32": "the head computes in the engine's dtype; leave out its bf16 for fp32",
     **{name: re.sub(r"--[a-z-]+", _of_load, advice_for(name)) for name in _OF_ANY_RUN},
 }
@@ -119,6 +119,7 @@ BY_VALUE: dict[str, str] = {
     "label_names": "is ['labels']",
     "disable_dropout": "the engine has no lora_dropout",
     "chat_template_path": "is a .jinja file",
+    "vllm_mode": "is 'server', with use_vllm",
 }
 """Arguments that are heeded where this is so, and refused where it is not."""
 
@@ -280,6 +281,8 @@ def _by_value(args: Any, config: TrainConfig, device: torch.device) -> Iterator[
         yield "label_names", args.label_names, "the column of labels is called labels; leave it out"
     if getattr(args, "disable_dropout", False) and config.lora_dropout and config.adapter != "none":
         yield "disable_dropout", True, "the engine was loaded with lora_dropout; leave one of them out"
+    if getattr(args, "use_vllm", False) and args.vllm_mode != "server":
+        yield "vllm_mode", args.vllm_mode, "vLLM in the ranks' own processes was never tried; give 'server'"
     template = getattr(args, "chat_template_path", None)
     if template is not None and not (str(template).endswith(_TEMPLATES) and Path(template).is_file()):
         instead = "is not a .jinja file; write the tokenizer's template to one"
