@@ -2,6 +2,7 @@
 
 import sys
 import types
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -152,7 +153,6 @@ VALUES: list[tuple[str, Any, Any]] = [
     ("accelerator_config", {"dispatch_batches": False}, {"dispatch_batches": True}),
     ("accelerator_config", None, {"gradient_accumulation_kwargs": {"sync_each_batch": True}}),
     ("label_names", ["labels"], ["answers"]),
-    ("vllm_mode", "server", "colocate"),
     ("chat_template_path", __file__.replace(".py", ".jinja"), "a-tokenizer"),
 ]
 """(argument, a value that is heeded, one that is refused)"""
@@ -160,12 +160,17 @@ VALUES: list[tuple[str, Any, Any]] = [
 
 def made(name: str, value: Any, **more: Any) -> Any:
     """Of the class whose default is not this value."""
-    if name == "vllm_mode":
-        return trl.GRPOConfig("out", use_cpu=True, bf16=False, report_to=[], use_vllm=True, **{name: value})
     if name == "disable_dropout":
         return trl.DPOConfig("out", use_cpu=True, report_to=[], **{name: value})
     kind = sft if name in {field.name for field in fields(trl.SFTConfig)} - {"bf16", "gradient_checkpointing"} else None
     return (kind or (lambda **given: TrainingArguments("out", use_cpu=True, **given)))(**{name: value}, **more)
+
+
+def test_vllm_generates_as_a_server() -> None:
+    for mode, is_heeded in (("server", True), ("colocate", False)):
+        args = trl.GRPOConfig("out", use_cpu=True, bf16=False, report_to=[], use_vllm=True, vllm_mode=mode)
+        with nullcontext() if is_heeded else pytest.raises(ExpertMeshError, match="vllm_mode='colocate': "):
+            heeded_arguments(args, TrainConfig(model="m"), CPU, pytest.fail, has_own_loss=True)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
