@@ -201,7 +201,7 @@ def test_arguments_that_depend_on_their_value(tmp_path: Path) -> None:
     vars(elsewhere)["_setup_devices"] = torch.device("meta")
     with pytest.raises(ExpertMeshError, match="use_cpu=True: the engine computes on cpu and Trainer on meta"):
         told(elsewhere)
-    tested = {str(name) for name, *_ in (*CASES, *VALUES)} | {"use_cpu", "ddp_backend", "save_only_model"}
+    tested = {str(name) for name, *_ in (*CASES, *VALUES)} | {"use_cpu", "ddp_backend", "save_only_model", "vllm_mode"}
     # names that transformers keeps equal
     tested |= {name.replace("gradient_ch", "activation_ch") for name in tested}
     assert tested == BY_VALUE.keys()
