@@ -24,6 +24,8 @@ NAMES = {setting.name for setting in fields(TrainConfig)}
 CONFIG = "expertmesh.training.config."
 ONLY_WHEN_IT_HAPPENS = {"on_nonfinite", "on_save_error", "router_warn_load"}
 """Read when something goes wrong; other tests see to that."""
+BY_THE_REPORT = {"run_name"}
+"""Read from the run's files."""
 MODES: dict[str, tuple[int, str]] = {
     "everything": (1, ""),
     "adapters": (1, "--adapter lora"),
@@ -155,7 +157,7 @@ def test_flags_are_heeded_or_told(runs: Runs, mode: str) -> None:
     assert ("learning_rate" in read) == (mode != "prepare only")
     dropped = []
     for setting in fields(TrainConfig):
-        if setting.name in read | ONLY_WHEN_IT_HAPPENS or not is_met(setting, config):
+        if setting.name in read | ONLY_WHEN_IT_HAPPENS | BY_THE_REPORT or not is_met(setting, config):
             continue
         try:
             parse_config(last_of_each([*argv, f"--{setting.name}=other"]))

@@ -23,8 +23,15 @@ def labels_of(sample: Sample) -> list[int]:
     return [token if trained else IGNORED for token, trained in zip(sample.tokens, sample.is_trained, strict=True)]
 
 
-def assert_same(found: Batch, expected: Batch) -> None:
+def assert_same(found: Batch, inputs: dict[str, Any], expected: Batch) -> None:
+    """The batch of a collator's `inputs` is the expected one, and knows where among them its tokens stood."""
+    assert found.place_BS is not None
+    given_BS = torch.as_tensor(inputs["input_ids"]).flatten()[found.place_BS]
+    is_token_BS = torch.ones_like(given_BS, dtype=torch.bool) if found.is_token_BS is None else found.is_token_BS
+    assert torch.equal(given_BS[is_token_BS], found.tokens_BS[is_token_BS])
     for field in fields(Batch):
+        if field.name == "place_BS":
+            continue
         ours, theirs = getattr(found, field.name), getattr(expected, field.name)
         if isinstance(theirs, torch.Tensor):
             assert torch.equal(ours, theirs), field.name
@@ -105,7 +112,7 @@ def test_padded_sequences(rows: list[Sample], left: bool, more: int, runs: int) 
     }
     for index in range(runs):
         cp_group = None if runs == 1 else CPGroup(runs, index, None)
-        assert_same(batch_of(inputs, False, cp_group), collate([[row] for row in rows], cp_group))
+        assert_same(batch_of(inputs, False, cp_group), inputs, collate([[row] for row in rows], cp_group))
 
 
 @settings(max_examples=60, deadline=None)
@@ -121,7 +128,7 @@ def test_samples_in_one_sequence(row: list[Sample], runs: int) -> None:
     }
     for index in range(runs):
         cp_group = None if runs == 1 else CPGroup(runs, index, None)
-        assert_same(batch_of(inputs, True, cp_group), collate([row], cp_group))
+        assert_same(batch_of(inputs, True, cp_group), inputs, collate([row], cp_group))
 
 
 IDS = torch.arange(3, 9)[None]
@@ -155,8 +162,8 @@ def test_the_same_in_other_forms() -> None:
     """Targets that are where they are predicted already, and lists."""
     expected = batch_of({"input_ids": IDS, "labels": IDS}, False)
     shifted = torch.tensor([[4, 5, 6, 7, 8, IGNORED]])
-    assert_same(batch_of({"input_ids": IDS, "shift_labels": shifted}, False), expected)
-    assert_same(batch_of({"input_ids": IDS.tolist(), "labels": IDS.tolist()}, False), expected)
+    for inputs in ({"input_ids": IDS, "shift_labels": shifted}, {"input_ids": IDS.tolist(), "labels": IDS.tolist()}):
+        assert_same(batch_of(inputs, False), inputs, expected)
 
 
 def test_shift_labels_of_the_last_position() -> None:

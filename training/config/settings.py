@@ -1667,7 +1667,7 @@ class LogSettings:
     report_to: list[str] = _list(
         "Trackers of accelerate: tensorboard, wandb, mlflow, ..., or none", metavar="NAME", of=_OUTPUT
     )
-    run_name: str = _flag("expertmesh", "Name of the run in the trackers", metavar="NAME", of=_OUTPUT)
+    run_name: str = _flag("expertmesh", "Name of the run, in its report and in trackers", metavar="NAME", of=_OUTPUT)
     profile: list[str] = _list(
         "Steps to profile, counted from 1: 5, 5-7 or 5,9; results go to OUTPUT_DIR/profile and the report",
         metavar="STEPS",
