@@ -88,7 +88,7 @@ class Forward:
             `Beside`).
         stats: routing statistics by layer, until `take_stats` takes them. They hold the graph of the losses made of
             them.
-        image_rows_N: int64, which of the images' features are for this rank's image tokens; None: all of them.
+        images: the images of the micro-batch (`training.data.images.Images`); None: it has none.
         runs_tower_idly: whether a tower with FSDP units of its own is run though there are no images here, as other
             ranks have some; None: all ranks agree on it when they call the model.
         has_run: whether a model was called. shape_BS, device: of its sequences.
@@ -115,7 +115,7 @@ class Forward:
     logits_TE: dict[nn.Module, Tensor] = field(default_factory=dict)
     ahead_TD: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict)
     stats: dict[nn.Module, RouterStats] = field(default_factory=dict)
-    image_rows_N: Tensor | None = None
+    images: Any = None
     runs_tower_idly: bool | None = None
     has_run: bool = False
     shape_BS: torch.Size | None = None

@@ -24,6 +24,7 @@ from .probe import leaving_no_trace
 aten = torch.ops.aten
 _BY_MASK = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 _TRIAL = "images"
+_THERE = "_expertmesh_on_device"
 _SIDE = 12
 """Patches along a side of the image that is asked about: a multiple of as many as are ever merged to a token's."""
 
@@ -151,14 +152,19 @@ def _rows(model: Any, height: int, width: int) -> int:
 
 class KnownValues(TorchDispatchMode):
     """Within it, and within a mode whose tensors hold no memory, tensors that are known stay known: what follows from
-    them alone is computed, and tells the shapes of what does not."""
+    them alone is computed, and tells the shapes of what does not. What follows from some `on_device` is there, too."""
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if all(map(is_known, tensors)) and (tensors or operator.overloadpacket is aten.arange):
             with _disable_current_modes():
-                return operator(*args, **kwargs)
+                result = operator(*args, **kwargs)
+            if any(vars(tensor).get(_THERE) for tensor in tensors):
+                for leaf in tree_leaves(result):
+                    if isinstance(leaf, Tensor):
+                        setattr(leaf, _THERE, True)
+            return result
         if operator in _BY_MASK:
             args = (args[0], [index for each in args[1] for index in _places(each)], *args[2:])
         if operator is aten.masked_select.default and is_known(args[1]):
@@ -171,6 +177,20 @@ class KnownValues(TorchDispatchMode):
 def is_known(tensor: Tensor) -> bool:
     """Whether a tensor has values, where others hold no memory."""
     return type(tensor) is Tensor and not tensor.is_meta
+
+
+def on_device(tensor: Tensor) -> Tensor:
+    """A copy of a known tensor that stands for one on a device, whose values the host waits for; else the tensor."""
+    if not is_known(tensor):
+        return tensor
+    copy = tensor.clone()
+    setattr(copy, _THERE, True)
+    return copy
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    """Whether a tensor's values are in host memory, where others hold no memory."""
+    return is_known(tensor) and not vars(tensor).get(_THERE)
 
 
 def _places(index: Tensor | None) -> list[Tensor | None]:

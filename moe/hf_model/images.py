@@ -6,6 +6,9 @@ rows for them alone. Gradients of the tower are summed over ranks as all others 
 
 What a family can do is read from its class: from the arguments of its forward, and from the code of
 `get_image_features`.
+
+No host waits for a GPU to learn what it knows: sizes of images stay in host memory, where a tower finds positions and
+lengths, and a forward is told where image tokens stand.
 """
 
 import inspect
@@ -17,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..experts.forward import current_forward
@@ -33,6 +37,10 @@ _BY_IMAGE = (GRID, "image_position_ids")
 """What tells the images' sizes, an entry each: one of them goes to a family that is supported."""
 _PROJECTORS = re.compile(r"\.(\w+_)?(merger|projector|aligner)(_\w+)?\.")
 """In the paths of modules of a tower that bring images to the width of the language model."""
+_FEATURES = "image_features"
+"""An argument of `get_placeholder_mask`: features that are to be as many as the image tokens."""
+_DEEP = "_deepstack_process"
+"""A language model's method that adds image features to a layer's result."""
 _ATTRIBUTE = "_expertmesh_images"
 
 
@@ -134,7 +142,13 @@ def see_images(model: Any, paths: Sequence[str]) -> None:
         for module in model.get_submodule(path).modules():
             if isinstance(module, nn.Conv2d | nn.Conv3d) and _is_one_product(module):
                 vars(module)["forward"] = partial(_of_patches, module, module.forward)
-    inner.get_image_features = _FeaturesHere(inner.get_image_features, facts.inputs)
+    inner.get_image_features = _FeaturesHere(inner, facts.inputs)
+    masks = getattr(inner, "get_placeholder_mask", None)
+    if masks is not None and _FEATURES in inspect.signature(masks).parameters:
+        inner.get_placeholder_mask = partial(_masks, masks)
+    for module in model.modules():
+        if hasattr(module, _DEEP):
+            setattr(module, _DEEP, partial(_add_to_layer, getattr(module, _DEEP)))
     inner.register_forward_hook(_without_graph)
     model.get_input_embeddings().register_forward_hook(_TakingGradients(model))
 
@@ -177,19 +191,83 @@ class _TakingGradients:
 class _FeaturesHere:
     """A model's `get_image_features`, of whose result the rows for image tokens of this rank are kept."""
 
-    def __init__(self, features: Any, inputs: Sequence[str]):
-        self.features = features
-        self.taken = {*inputs, "return_dict"}
+    def __init__(self, inner: Any, inputs: tuple[str, str]):
+        self.features, self.inputs = inner.get_image_features, inputs
+        self.config = getattr(inner.config, "vision_config", inner.config)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(self.inputs, args, strict=False)) | kwargs
+        pixels, sizes = (given[name] for name in self.inputs)
+        images = _placed()
+        # flash attention takes lengths on the device, in recomputation too
+        if images is not None and "flash" not in str(self.config._attn_implementation):
+            sizes = images.sizes
         # what else comes along is for the language model's attention
-        found = self.features(*args, **{name: kwargs[name] for name in kwargs.keys() & self.taken})
-        forward = current_forward()
-        if forward is not None and forward.image_rows_N is not None:
+        with _BringingTo(pixels.device):
+            found = self.features(pixels, sizes, return_dict=given.get("return_dict"))
+        if images is None:
+            return found
+        if (number := _number_of_rows(found.pooler_output)) != images.num_tokens:
+            raise ExpertMeshError(
+                f"a batch has {images.num_tokens} image tokens, and images of {number} by {self.inputs[1]}: a sample "
+                "was cut within an image, or its images are others; give complete samples"
+            )
+        if images.rows_N is not None:
             for name in ("pooler_output", "deepstack_features"):
                 if getattr(found, name, None) is not None:
-                    found[name] = _rows(found[name], forward.image_rows_N)
+                    found[name] = _rows(found[name], images.rows_N)
         return found
+
+
+class _BringingTo(TorchFunctionMode):
+    """Within it, what meets tensors of a device is brought there from host memory, without waiting."""
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        devices = {leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()}
+        if len(devices) > 1 and self.device in devices:
+            if function is Tensor.__getitem__ and _is_mask(args[1]):
+                # how many places it has is known in host memory alone
+                args = args[0], args[1].nonzero(as_tuple=True)
+            args, kwargs = tree_map_only(Tensor, self._brought, (args, kwargs))
+        return function(*args, **kwargs)
+
+    def _brought(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type != "cpu" or not tensor.dim():
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype == torch.bool
+
+
+def _masks(masks: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A model's `get_placeholder_mask` without its count of image tokens, for which the host would wait: they are
+    counted where images are placed."""
+    if _placed() is not None:
+        kwargs[_FEATURES] = None
+    return masks(*args, **kwargs)
+
+
+def _add_to_layer(add: Callable[..., Tensor], hidden_BLD: Tensor, mask_BL: Tensor, features_ND: Tensor) -> Tensor:
+    """DeepStack: image features added to a layer's result at the image tokens. By their places, as to find these from
+    the mask the host would wait."""
+    images = _placed()
+    if images is None:
+        return add(hidden_BLD, mask_BL, features_ND)
+    hidden_TD = hidden_BLD.flatten(0, 1)
+    return hidden_TD.index_add(0, images.index_N, features_ND.to(hidden_TD)).view_as(hidden_BLD)
+
+
+def _placed() -> Any:
+    """The images of the forward that is current (`training.data.images.Images`); None: it has none, or none is."""
+    forward = current_forward()
+    return None if forward is None else forward.images
 
 
 def image_features(model: Any, inputs: Mapping[str, Tensor]) -> list[Tensor]:
@@ -291,6 +369,10 @@ def _unsupported(model: Any, why: str) -> ExpertMeshError:
 
 def _parent(path: str) -> str:
     return path.rpartition(".")[0]
+
+
+def _number_of_rows(features: Any) -> int:
+    return sum(leaf.shape[:-1].numel() for leaf in tree_leaves(features))
 
 
 def _rows(features: Any, rows_N: Tensor) -> Any:

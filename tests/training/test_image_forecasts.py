@@ -29,7 +29,7 @@ from expertmesh.training.planning.rehearsal.world import rehearse
 from expertmesh.training.steps.micro_batch import StepCounts
 from tests.distributed.pool import RankPool
 from tests.distributed.test_pipeline_rehearsal import on_a_cpu
-from tests.images import BOTH_WAYS, FAMILIES, collated, image_config, image_model, picture, sample
+from tests.images import BOTH_WAYS, FAMILIES, GRIDS, collated, image_config, image_model, picture, sample
 from tests.tiers import tiered
 from tests.training.dry_runs import CLUSTER
 
@@ -162,6 +162,18 @@ def test_the_tower_stands_before_the_first_layer() -> None:
     more = with_image["before"] - without["before"]
     assert min(more.forward, more.backward, more.kept) > 0
     assert with_image["after"].kept == without["after"].kept
+
+
+def waits_of(family: str, image_tokens: int) -> int:
+    """How often the host waits for a GPU in a step of one micro-batch."""
+    given = asked(config_of(ep_size=2, use_cpu=False), trained=0.5, image_tokens=image_tokens)
+    return rehearse(replace(given, world_size=WORLD_SIZE, device="cuda"), image_config(family)).recorder.waits
+
+
+@pytest.mark.parametrize("family", tiered([QUICK[0]], GRIDS[1:]))
+def test_an_image_is_waited_for_once(family: str) -> None:
+    """In the backward of transformers' masked_scatter, which takes the gradients of image features."""
+    assert waits_of(family, TOKENS) <= waits_of(family, 0) + 1
 
 
 def collectives_of(family: str, is_large: bool, has_image: bool, **flags: Any) -> list[tuple[Any, ...]]:

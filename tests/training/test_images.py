@@ -2,9 +2,11 @@
 
 import re
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,17 +14,20 @@ from safetensors.torch import load_file
 
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
 from expertmesh.checkpoints.hf.source import open_source
+from expertmesh.moe.experts.forward import Forward
 from expertmesh.moe.hf_model.build import build_model
-from expertmesh.moe.hf_model.images import images_of, parameters_by_part
+from expertmesh.moe.hf_model.image_costs import image_of
+from expertmesh.moe.hf_model.images import GRID, image_features, images_of, parameters_by_part
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.collectives.context_parallel import CPGroup
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.batch import IGNORED, BatchMaker, batch_of
-from expertmesh.training.data.images import ImageReader
+from expertmesh.training.data.images import ImageReader, Images
 from expertmesh.training.model_setup.freezing import freeze, freeze_images, images_line
 from expertmesh.training.model_setup.lora_targets import adapt
 from tests.families.configs import skip_if_older, tiny_config
-from tests.images import collated, image_config, image_model, is_vision, sample
+from tests.images import GRIDS, collated, image_config, image_model, is_vision, sample
+from tests.tiers import tiered
 
 
 @pytest.fixture(scope="module")
@@ -210,3 +215,20 @@ def test_what_names_the_tower() -> None:
 def test_settings_that_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ExpertMeshError, match=said):
         TrainConfig(**{"model": "m", "dataset": ["d"], "images": True, **settings})
+
+
+@pytest.mark.parametrize("family", tiered(["qwen3_vl_moe", "muse_spark"], GRIDS[1:-1]))
+def test_a_tower_asks_no_device_for_sizes(family: str) -> None:
+    """Features are found on a device whose values nothing can read: it stands for a GPU, which the host would wait
+    for."""
+    model = build_model(image_config(family), images=True).to("meta")
+    found = image_of(model, 6)
+    sizes = found[GRID]
+    of_meta: Any = {name: value.to("meta") for name, value in found.items()}
+    images = Images(of_meta, sizes, 6, torch.arange(6), None, None, None)
+    with mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor), Forward(images=images):
+        features = image_features(model, of_meta)
+    assert [x.shape[:-1].numel() for x in features if x.is_meta] == [6] * len(features)
+    on_device = replace(images, sizes=of_meta[GRID])
+    with Forward(images=on_device), pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        image_features(model, of_meta)

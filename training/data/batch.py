@@ -223,11 +223,11 @@ class Batch:
         """On a device; to a GPU by way of pinned memory, for which the host does not wait."""
         onto_gpu = device.type == "cuda"
         batch = self.pinned() if onto_gpu and not self.tokens_BS.is_cuda else self
-        return batch._moved(lambda tensor: tensor.to(device, non_blocking=onto_gpu))
+        return batch.moved(lambda tensor: tensor.to(device, non_blocking=onto_gpu))
 
     def pinned(self) -> "Batch":
         """In pinned memory."""
-        return self._moved(Tensor.pin_memory)
+        return self.moved(Tensor.pin_memory)
 
     def tensors(self) -> list[Tensor]:
         """All that it holds."""
@@ -237,17 +237,18 @@ class Batch:
             found.append(tensor)
             return tensor
 
-        self._moved(note)
+        self.moved(note)
         return found
 
-    def _moved(self, move: Callable[[Tensor], Tensor]) -> "Batch":
+    def moved(self, move: Callable[[Tensor], Tensor]) -> "Batch":
+        """The same of moved tensors."""
         changed: dict[str, Any] = {name: move(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
         if self.split is not None:
             changed["split"] = replace(self.split, positions_BS=move(self.split.positions_BS))
         if self.for_loss is not None:
             changed["for_loss"] = self.for_loss.moved(move)
         if self.mismatched is not None:
-            changed["mismatched"] = self.mismatched._moved(move)
+            changed["mismatched"] = self.mismatched.moved(move)
         if self.ahead is not None:
             targets = Targets(move(self.ahead.targets.targets_BS), move(self.ahead.targets.index_N))
             changed["ahead"] = replace(self.ahead, tokens_BS=move(self.ahead.tokens_BS), targets=targets)

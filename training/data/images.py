@@ -25,12 +25,17 @@ class Images:
     """The images of a micro-batch on one rank.
 
     inputs: what the model takes for them, complete on every rank that shares the sequences.
+    sizes: the second of them, in host memory wherever the others are. num_tokens: image tokens of complete sequences.
+    index_N: int64, where image tokens stand among those of this rank, B·L.
     rows_N: which of the images' features are for the image tokens that are here; None: all of them.
     positions_3BL: in time, height and width; None where the model has no such positions.
     kinds_BS: 1 for an image's token, of full sequences; None where no mask is made of them.
     """
 
     inputs: Mapping[str, Tensor]
+    sizes: Tensor
+    num_tokens: int
+    index_N: Tensor
     rows_N: Tensor | None
     positions_3BL: Tensor | None
     kinds_BS: Tensor | None
@@ -38,15 +43,16 @@ class Images:
     @property
     def counts(self) -> tuple[int, int, int]:
         """How many images, patches, and pairs of patches of one image."""
-        pixels, sizes = self.inputs[PIXELS], self.inputs.get(GRID)
-        patches: list[int] = [pixels.shape[1]] * len(pixels) if sizes is None else sizes.prod(-1).tolist()
+        pixels = self.inputs[PIXELS]
+        has_grid = GRID in self.inputs
+        patches: list[int] = self.sizes.prod(-1).tolist() if has_grid else [pixels.shape[1]] * len(pixels)
         return len(patches), sum(patches), sum(number**2 for number in patches)
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> "Images":
-        """The same of moved tensors."""
+        """The same of moved tensors, but for `sizes`."""
         inputs = {name: move(value) for name, value in self.inputs.items()}
-        others = (self.rows_N, self.positions_3BL, self.kinds_BS)
-        return Images(inputs, *(None if x is None else move(x) for x in others))
+        others = (None if x is None else move(x) for x in (self.rows_N, self.positions_3BL, self.kinds_BS))
+        return Images(inputs, self.sizes, self.num_tokens, move(self.index_N), *others)
 
 
 class ImageReader:
@@ -149,6 +155,7 @@ class ImageReader:
             )
         if not found:
             return None
+        index_N = is_image_BS[:, here].flatten().nonzero().flatten()
         rows_N, positions_3BS = None, None
         if here != slice(0, tokens_BS.shape[1]):
             row_BS = (is_image_BS.flatten().cumsum(0) - 1).view_as(tokens_BS)
@@ -164,7 +171,8 @@ class ImageReader:
                 positions_3BS[:, row, start : start + length] = positions_3L
         kinds_BS = is_image_BS.long() if self.facts.sees_both_ways else None
         positions_3BL = None if positions_3BS is None else positions_3BS[:, :, here].contiguous()
-        return Images(found, rows_N, positions_3BL, kinds_BS)
+        sizes, num_tokens = found[self.facts.inputs[1]], int(is_image_BS.sum())
+        return Images(found, sizes, num_tokens, index_N, rows_N, positions_3BL, kinds_BS)
 
 
 def _starts(lengths: Sequence[int]) -> list[tuple[int, int]]:

@@ -297,7 +297,7 @@ def forward_of(
         split=batch.split,
         segments=batch.segments,
         has_router_losses=has_router_losses,
-        image_rows_N=None if batch.images is None else batch.images.rows_N,
+        images=batch.images,
         runs_tower_idly=None if has_images is None else has_images and batch.images is None,
         routed_experts_BSLK=batch.routed_experts_BSLK,
         records_choices=records_choices,

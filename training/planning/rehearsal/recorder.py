@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ....moe.dispatch.exchange import UnderWay
 from ....moe.experts.model_facts import Attention
 from ....moe.hf_model.counts import seen_pairs
-from ....moe.hf_model.image_costs import is_known
+from ....moe.hf_model.image_costs import is_known, is_on_host
 from ....moe.kernels.fp8_casts import MULTIPLE
 from ....moe.torch_private import (
     CalledDirectly,
@@ -185,10 +185,11 @@ class Recorder(CalledDirectly, Pausable, TorchDispatchMode):
             return args[0].fake_device
         if has_dtensor(types):
             return NotImplemented  # what it does with its local tensor comes here by itself
-        if operator is aten._local_scalar_dense.default and not is_known(args[0]):
+        if operator is aten._local_scalar_dense.default and not is_on_host(args[0]):
             if is_gpu(args[0].device.type):
                 self._wait()
-            return 1.0 if args[0].is_floating_point() else 1
+            if not is_known(args[0]):
+                return 1.0 if args[0].is_floating_point() else 1
         result = operator(*args, **kwargs)
         # a real tensor's device is no operator
         if self.is_paused or operator.namespace in ("prim", "profiler"):
@@ -201,6 +202,8 @@ class Recorder(CalledDirectly, Pausable, TorchDispatchMode):
             known = _KNOWN.get(operator) or _known_of(operator)
             if not known.moves_nothing:
                 self._record(known, place, args, kwargs, result)
+            if operator in _SIZED_BY and is_gpu(result.device.type) and not _is_sized(operator, args, kwargs):
+                self._wait()
         return result
 
     def kernel(
@@ -483,6 +486,28 @@ class _Known(NamedTuple):
         names = (each.name for each in self.arguments)
         by_name = dict(zip(names, args, strict=False)) | kwargs
         return by_name.get(argument.only_with, True) is not None
+
+
+_SIZED_BY = {
+    aten.nonzero.default: 0,
+    aten.masked_select.default: 1,
+    aten.masked_scatter_backward.default: 1,
+    aten.repeat_interleave.Tensor: 0,
+    aten.index.Tensor: 1,
+    aten.index_put.default: 1,
+    aten.index_put_.default: 1,
+    aten._index_put_impl_.default: 1,
+}
+"""Operators for which the host waits where an argument's values are on a device, as these tell the size of the result,
+or how many places are written: by the number of this argument; of indices only masks are such values."""
+
+
+def _is_sized(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the host knows how large the result of one of these operators is, or how many places it writes."""
+    given = args[_SIZED_BY[operator]]
+    if isinstance(given, Tensor):
+        return kwargs.get("output_size") is not None or is_on_host(given)
+    return all(is_on_host(index) for index in given if index is not None and index.dtype == torch.bool)
 
 
 _KNOWN: dict[Any, _Known] = {}

@@ -24,7 +24,7 @@ from ....moe.experts.forward import Ahead, Targets
 from ....moe.experts.lora import store_frozen
 from ....moe.experts.model_layers import decoder_layers, moe_layers, moe_shape
 from ....moe.experts.router_stats import NO_ROUTING
-from ....moe.hf_model.image_costs import KnownValues, image_of
+from ....moe.hf_model.image_costs import KnownValues, image_of, on_device
 from ....moe.hf_model.images import PIXELS
 from ....moe.linear.quantized import mxfp4_pairs, nf4_pairs
 from ....moe.torch_private import (
@@ -155,7 +155,7 @@ def _rehearse(
 ) -> Rehearsed:
     config, world_size, is_gpu = asked.config, asked.world_size, asked.device == "cuda"
     # within it our code does what it would do on such a device
-    on_device = as_on_gpu if is_gpu else nullcontext
+    as_there = as_on_gpu if is_gpu else nullcontext
     balance, shape = choose_balance(config, model, model_config), moe_shape(model)
     image = image_of(model, asked.routing.image_tokens) if asked.routing.image_tokens else None
     ranks_per_node = config.ranks_per_node or asked.cluster.gpus_per_node
@@ -172,13 +172,13 @@ def _rehearse(
         store_frozen(model, kind)
     shares = asked.routing.shares(shape.num_experts, config.ep_size)
     strategy = replace(config.strategy, ranks_per_node=ranks_per_node)
-    with on_device(), sharing_empty_chunks():
+    with as_there(), sharing_empty_chunks():
         parallelize(model, mesh, compute_dtype(config), strategy)
     # made once in a process: not of fake tensors
     for signed in (True, False):
         dynamic_map(signed, torch.device("cpu"))
     nf4_pairs(torch.device("cpu")), mxfp4_pairs(torch.device("cpu"))
-    with on_device(), FakeTensors() as fake, nullcontext() if image is None else KnownValues():
+    with as_there(), FakeTensors() as fake, nullcontext() if image is None else KnownValues():
         materialize(model, torch.device("cpu"), config.offload, config.offload_experts)
         optimizer = build_optimizer(model.train(), replace(config, **config.optimizer_entry.dry_run), mesh)
         batch = _batch(config, mesh.cp_group, asked.routing, fake)
@@ -414,7 +414,9 @@ def _with_images(batch: Batch, model: Any, image: Mapping[str, Tensor], asked: A
     assert images is not None
     with fake:
         pixels = torch.zeros_like(found[PIXELS], device="cpu")
-    return replace(batch, tokens_BS=tokens_BL, images=replace(images, inputs={**found, PIXELS: pixels}))
+    images = replace(images, inputs={**found, PIXELS: pixels})
+    with _disable_current_modes():
+        return replace(batch, tokens_BS=tokens_BL, images=images).moved(on_device)
 
 
 @contextmanager
