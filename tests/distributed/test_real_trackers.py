@@ -248,8 +248,8 @@ def test_a_run_that_fails(packages: Path, tmp_path: Path, tiny_model: Path, tiny
 
 
 def test_trackers_that_break(packages: Path, tmp_path: Path, tiny_model: Path, tiny_data: Path) -> None:
-    """Amid a run: TensorBoard's disk is full, wandb's own process is killed, MLflow's server does not answer, trackio's
-    files are gone. The run goes on, without waiting for long, and says what gets nothing more."""
+    """Amid a run: TensorBoard's disk is full, wandb's own process is killed, MLflow's server does not answer. The run
+    goes on, without waiting for long, and says what gets nothing more."""
 
     def plant(started: subprocess.Popen[str]) -> None:
         (events,) = (run.out / "trackers" / "expertmesh").glob("events.*")

@@ -20,7 +20,7 @@ from expertmesh.sharding.runtime.preemption import Stopped
 from expertmesh.sharding.runtime.process import Ranks
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.monitoring.log import RunLog
-from expertmesh.training.monitoring.trackers import _MLFLOW_STATUS, TRACKERS, Trackers
+from expertmesh.training.monitoring.trackers import TRACKERS, Trackers
 from tests.distributed.pool import RankPool
 from tests.distributed.whole_runs import Ended, Runs, Told, tell
 
@@ -99,7 +99,7 @@ def test_a_resumed_run_goes_on_in_mlflow(runs: Runs) -> None:
     assert (found[2][0], found[2][-1]) == (None, ["FAILED"])
 
 
-def statuses_in_mlflow(out: Path) -> list[str]:
+def outcomes(out: Path) -> list[str]:
     """Of runs that come to their end, stop before it, are stopped by a signal or by Ctrl-C, and fail."""
     ranks, found = Ranks(0, 1, torch.device("cpu"), dist.HashStore()), list[str]()
     ends: list[tuple[Any, BaseException | None]] = [
@@ -109,7 +109,7 @@ def statuses_in_mlflow(out: Path) -> list[str]:
     for state, error in ends:
         log = RunLog(TrainConfig(model="m", dataset=["d"], output_dir=str(out)), out, 2, ranks, None)
         with (
-            mock.patch.object(Trackers, "finish", lambda _, outcome: found.append(_MLFLOW_STATUS[outcome])),
+            mock.patch.object(Trackers, "finish", lambda _, outcome: found.append(outcome)),
             suppress(KeyboardInterrupt, ExpertMeshError, OSError),
             log,
         ):
@@ -119,10 +119,10 @@ def statuses_in_mlflow(out: Path) -> list[str]:
     return found
 
 
-def test_what_mlflow_is_told_of_how_a_run_ends(ranks: RankPool, tmp_path: Path) -> None:
+def test_what_trackers_are_told_of_how_a_run_ends(ranks: RankPool, tmp_path: Path) -> None:
     """That a run was stopped, which may be resumed, is neither an end nor a failure."""
-    (found,) = ranks.run(statuses_in_mlflow, 1, tmp_path)
-    assert found == ["FINISHED", "KILLED", "KILLED", "KILLED", "FAILED", "FAILED"]
+    (found,) = ranks.run(outcomes, 1, tmp_path)
+    assert found == ["finished", *["stopped"] * 3, *["failed"] * 2]
 
 
 def with_failing(argv: list[str], at: int) -> Told:

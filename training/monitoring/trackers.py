@@ -5,7 +5,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
@@ -21,17 +21,6 @@ TRACKERS = "trackers"
 """Subdirectory of the output directory that trackers write to."""
 
 Outcome = Literal["finished", "stopped", "failed"]
-_MLFLOW_STATUS: dict[Outcome, str] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
-_TENSORBOARD_STATUS: dict[Outcome, str] = {
-    "finished": "STATUS_SUCCESS",
-    "stopped": "STATUS_UNKNOWN",
-    "failed": "STATUS_FAILURE",
-}
-_EXIT_CODES: dict[Outcome, int] = {"finished": 0, "stopped": STOPPED, "failed": 1}
-_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
-"""MLflow's own are 7 and 120 seconds: all ranks would wait a quarter of an hour for a server that is away."""
-_SETTINGS = "settings"
-"""TensorBoard's run, beside that of the figures, with the settings and how the run ended."""
 
 
 class Trackers:
@@ -79,52 +68,18 @@ class Trackers:
         if name not in self.available:
             raise ExpertMeshError("accelerate finds no such package; pip install it again")
         kind: Any = LOGGER_TYPE_TO_CLASS[name]
+        known, file = _of(name), self.directory / f"{name}-run"
+        kept = file.read_text(encoding="utf-8").strip() if self.config.resume and file.exists() else ""
         directory = [str(self.directory)] if kind.requires_logging_directory else []
-        tracker = kind(self.config.run_name, *directory, **self._arguments(name, after))
+        arguments = known.arguments(kept, after if self.config.resume else None)
+        tracker = kind(self.config.run_name, *directory, **arguments)
         tracker.start()
         self.running.append(tracker)
-        self._keep(tracker)
-        settings = _suited(tracker, settings)
-        if _has_hparams(tracker):
-            _begin_hparams(tracker, settings)
-        else:
-            tracker.store_init_configuration(settings)
-
-    def _arguments(self, name: str, after: int) -> dict[str, Any]:
-        """Those of a tracker's making, by which a resumed run goes on in the same one."""
-        file = self._kept(name)
-        kept = file.read_text(encoding="utf-8").strip() if self.config.resume and file.exists() else ""
-        match name:
-            case "tensorboard" if self.config.resume:
-                return {"purge_step": after + 1}
-            case "wandb" if kept and "WANDB_RUN_ID" not in os.environ:
-                return {"id": kept, "resume": "allow"}
-            case "mlflow":
-                for variable, value in _PATIENCE.items():
-                    os.environ.setdefault(variable, value)
-                return {"run_id": kept} if kept and "MLFLOW_RUN_ID" not in os.environ else {}
-            case "trackio" if kept:
-                return {"name": kept, "resume": "allow"}
-        return {}
-
-    def _kept(self, name: str) -> Path:
-        """The file with what a tracker calls the run."""
-        return self.directory / f"{name}-run"
-
-    def _keep(self, tracker: Any) -> None:
-        """Write down what a tracker, which gives each run a name of its own, calls this one."""
-        match tracker.name:
-            case "wandb":
-                run = tracker.run.id
-            case "mlflow":
-                run = tracker.active_run.info.run_id
-            case "trackio":
-                run = tracker.run.name
-            case _:
-                return
-        with write_errors(file := self._kept(tracker.name)):
-            self.directory.mkdir(exist_ok=True)
-            file.write_text(run, encoding="utf-8")
+        if run := known.run(tracker):
+            with write_errors(file):
+                self.directory.mkdir(exist_ok=True)
+                file.write_text(run, encoding="utf-8")
+        known.begin(tracker, settings)
 
     def log(self, values: dict[str, Any], step: int) -> None:
         """Tell them of scalars."""
@@ -139,76 +94,139 @@ class Trackers:
         while self.running:
             tracker = self.running.pop()
             with telling(f"--report-to {tracker.name} was not ended", self.say):
-                _end(tracker, outcome)
+                _of(tracker.name).end(tracker, outcome)
 
 
-def _end(tracker: Any, outcome: Outcome) -> None:
-    """accelerate would say of each run that it has finished."""
-    match tracker.name:
-        case "mlflow":
-            import mlflow
+class _Tracker:
+    """What a tracker is told beside figures: by accelerate alone each start would be a run of its own, and each end one
+    of a run that has finished."""
 
-            mlflow.end_run(_MLFLOW_STATUS[outcome])
-        case "wandb":
-            if outcome == "stopped":
-                tracker.run.mark_preempting()
-            tracker.run.finish(exit_code=_EXIT_CODES[outcome])
-            return
-        case "trackio" if outcome != "finished":  # it knows of no other ends
+    def arguments(self, kept: str, after: int | None) -> dict[str, Any]:
+        """Those of its making.
+
+        Args:
+            kept: what it called the run that is resumed; empty where this is not known.
+            after: the last step of it; None: a new run.
+        """
+        return {}
+
+    def run(self, tracker: Any) -> str:
+        """What it calls the run; empty where it has no such name."""
+        return ""
+
+    def begin(self, tracker: Any, settings: dict[str, Any]) -> None:
+        """Tell it of the settings."""
+        tracker.store_init_configuration(settings)
+
+    def end(self, tracker: Any, outcome: Outcome) -> None:
+        tracker.finish()
+
+
+class _TensorBoard(_Tracker):
+    """Its own writer, not tensorboardX, has a run beside that of the figures: of the settings, and of how it ended."""
+
+    STATUS: ClassVar = {"finished": "STATUS_SUCCESS", "stopped": "STATUS_UNKNOWN", "failed": "STATUS_FAILURE"}
+
+    def arguments(self, kept: str, after: int | None) -> dict[str, Any]:
+        return {} if after is None else {"purge_step": after + 1}
+
+    def begin(self, tracker: Any, settings: dict[str, Any]) -> None:
+        # it takes no lists
+        settings = {name: str(value) if isinstance(value, list) else value for name, value in settings.items()}
+        if not self._has_hparams(tracker):
+            return super().begin(tracker, settings)
+        from torch.utils.tensorboard.summary import hparams
+
+        # anew in a resumed run, as of several it shows the first
+        shutil.rmtree(self._directory(tracker), ignore_errors=True)
+        experiment, begin, _ = hparams(settings, {})
+        self._write(tracker, experiment, begin)
+
+    def end(self, tracker: Any, outcome: Outcome) -> None:
+        if self._has_hparams(tracker):
+            from tensorboard.compat.proto import summary_pb2
+            from tensorboard.plugins.hparams import metadata, plugin_data_pb2
+
+            # their names are made at run time
+            pb2, summary = cast(Any, plugin_data_pb2), cast(Any, summary_pb2).Summary
+            ended = pb2.SessionEndInfo(status=self.STATUS[outcome], end_time_secs=time.time())
+            content = metadata.create_summary_metadata(pb2.HParamsPluginData(session_end_info=ended))
+            value = summary.Value(tag=metadata.SESSION_END_INFO_TAG, metadata=content, tensor=metadata.NULL_TENSOR)
+            self._write(tracker, summary(value=[value]))
+        tracker.finish()
+
+    def _has_hparams(self, tracker: Any) -> bool:
+        return type(tracker.writer).__module__.startswith("torch.")
+
+    def _directory(self, tracker: Any) -> str:
+        return os.path.join(tracker.logging_dir, "settings")
+
+    def _write(self, tracker: Any, *summaries: Any) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        with SummaryWriter(self._directory(tracker)) as writer:
+            for summary in summaries:
+                writer.file_writer.add_summary(summary)
+
+
+class _Wandb(_Tracker):
+    EXIT_CODES: ClassVar = {"finished": 0, "stopped": STOPPED, "failed": 1}
+
+    def arguments(self, kept: str, after: int | None) -> dict[str, Any]:
+        return {"id": kept, "resume": "allow"} if kept and "WANDB_RUN_ID" not in os.environ else {}
+
+    def run(self, tracker: Any) -> str:
+        return str(tracker.run.id)
+
+    def end(self, tracker: Any, outcome: Outcome) -> None:
+        if outcome == "stopped":
+            tracker.run.mark_preempting()
+        tracker.run.finish(exit_code=self.EXIT_CODES[outcome])
+
+
+class _MLflow(_Tracker):
+    STATUS: ClassVar = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+    PATIENCE: ClassVar = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
+    """Its own are 7 and 120 seconds: all ranks would wait a quarter of an hour for a server that is away."""
+
+    def arguments(self, kept: str, after: int | None) -> dict[str, Any]:
+        for variable, value in self.PATIENCE.items():
+            os.environ.setdefault(variable, value)
+        return {"run_id": kept} if kept and "MLFLOW_RUN_ID" not in os.environ else {}
+
+    def run(self, tracker: Any) -> str:
+        return str(tracker.active_run.info.run_id)
+
+    def begin(self, tracker: Any, settings: dict[str, Any]) -> None:
+        import mlflow
+
+        # it refuses another value than it knows, such as --max-steps of a resumed run
+        known = mlflow.get_run(self.run(tracker)).data.params
+        super().begin(tracker, {name: value for name, value in settings.items() if name not in known})
+
+    def end(self, tracker: Any, outcome: Outcome) -> None:
+        import mlflow
+
+        mlflow.end_run(self.STATUS[outcome])
+        tracker.finish()
+
+
+class _Trackio(_Tracker):
+    def arguments(self, kept: str, after: int | None) -> dict[str, Any]:
+        return {"name": kept, "resume": "allow"} if kept else {}
+
+    def run(self, tracker: Any) -> str:
+        return str(tracker.run.name)
+
+    def end(self, tracker: Any, outcome: Outcome) -> None:
+        if outcome != "finished":  # it knows of no other ends
             import trackio
 
             levels = trackio.AlertLevel
             tracker.run.alert(f"Run {outcome}", level=levels.ERROR if outcome == "failed" else levels.WARN)
-    if _has_hparams(tracker):
-        _end_hparams(tracker, outcome)
-    tracker.finish()
+        tracker.finish()
 
 
-def _suited(tracker: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings that a tracker takes, as it takes them."""
-    if tracker.name == "tensorboard":  # which takes no lists
-        return {name: str(value) if isinstance(value, list) else value for name, value in settings.items()}
-    if tracker.name == "mlflow":  # which refuses another value than it knows, such as --max-steps of a resumed run
-        import mlflow
-
-        known = mlflow.get_run(tracker.active_run.info.run_id).data.params
-        return {name: value for name, value in settings.items() if name not in known}
-    return settings
-
-
-def _has_hparams(tracker: Any) -> bool:
-    """Whether this is TensorBoard itself, which tensorboardX only writes the files of."""
-    return tracker.name == "tensorboard" and type(tracker.writer).__module__.startswith("torch.")
-
-
-def _begin_hparams(tracker: Any, settings: dict[str, Any]) -> None:
-    """Write the settings where TensorBoard looks for them: anew in a resumed run, as of several it shows the first."""
-    from torch.utils.tensorboard.summary import hparams
-
-    shutil.rmtree(_hparams_directory(tracker), ignore_errors=True)
-    experiment, begin, _ = hparams(settings, {})
-    _write_hparams(tracker, experiment, begin)
-
-
-def _end_hparams(tracker: Any, outcome: Outcome) -> None:
-    from tensorboard.compat.proto import summary_pb2
-    from tensorboard.plugins.hparams import metadata, plugin_data_pb2
-
-    # their names are made at run time
-    pb2, summary = cast(Any, plugin_data_pb2), cast(Any, summary_pb2).Summary
-    ended = pb2.SessionEndInfo(status=_TENSORBOARD_STATUS[outcome], end_time_secs=time.time())
-    content = metadata.create_summary_metadata(pb2.HParamsPluginData(session_end_info=ended))
-    value = summary.Value(tag=metadata.SESSION_END_INFO_TAG, metadata=content, tensor=metadata.NULL_TENSOR)
-    _write_hparams(tracker, summary(value=[value]))
-
-
-def _write_hparams(tracker: Any, *summaries: Any) -> None:
-    from torch.utils.tensorboard import SummaryWriter
-
-    with SummaryWriter(_hparams_directory(tracker)) as writer:
-        for summary in summaries:
-            writer.file_writer.add_summary(summary)
-
-
-def _hparams_directory(tracker: Any) -> str:
-    return os.path.join(tracker.logging_dir, _SETTINGS)
+def _of(name: str) -> _Tracker:
+    known = {"tensorboard": _TensorBoard, "wandb": _Wandb, "mlflow": _MLflow, "trackio": _Trackio}
+    return known.get(name, _Tracker)()
