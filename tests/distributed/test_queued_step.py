@@ -17,7 +17,14 @@ from expertmesh.training.loss.balance import BiasUpdate, LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.planning.planner.asked import Asked
 from expertmesh.training.planning.rehearsal.world import rehearse
-from expertmesh.training.steps.step import Gradients, StepResult, _queue_step, squares_and_lacking, train_step
+from expertmesh.training.steps.step import (
+    Gradients,
+    StepResult,
+    StepSums,
+    _queue_step,
+    squares_and_lacking,
+    train_step,
+)
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import config_of, my_batches, sharded_model
 from tests.distributed.test_nonfinite import EXPERTS, Poison, tell_poisoned
@@ -85,6 +92,32 @@ def test_the_device_skips_what_the_host_calls_not_finite(spoilt: int | None) -> 
     loss, balance, z, _, square, _, _ = sums.tolist()
     result = StepResult(loss, balance, z, math.sqrt(square), 1, 1, (), mock.Mock())
     assert skipped == [float(not result.is_finite)] == [float(spoilt in (0, 1, 2, 4))]
+
+
+def test_the_host_waits_for_the_norm_and_not_for_the_update() -> None:
+    """In the order of a device's queue, a wait lasts until what was queued before the event that it is for."""
+    queue: list[str] = []
+    event = mock.Mock(record=lambda: queue.append("event"), synchronize=lambda: queue.append("wait"))
+    optimizer = mock.Mock(param_groups=[{"params": [torch.zeros(1)]}])
+    optimizer.queue_step = lambda scale, is_skipped: queue.append("update")
+    sums = torch.tensor([2.0, 0.1, 0.2, 4.0, 0.0, 0.0], dtype=torch.float64)
+    gradients = mock.Mock(counts=mock.Mock(counted=1.0), result=lambda losses, *_: mock.Mock(losses=losses))
+    with (
+        mock.patch.object(torch.cpu, "Event", return_value=event),
+        mock.patch.multiple(
+            expertmesh.training.steps.step,
+            computes_on_cpu=mock.Mock(return_value=False),
+            step_gradients=mock.Mock(return_value=gradients),
+            squares_and_lacking=mock.Mock(),
+            moe_layers=mock.Mock(return_value=[]),
+        ),
+        mock.patch.object(StepSums, "packed", return_value=sums),
+        mock.patch.object(dist, "all_reduce"),
+    ):
+        weights = LossWeights(0.05, 0.0, False)
+        result: Any = train_step(mock.Mock(), optimizer, [mock.Mock()], mock.Mock(), weights, 1.0)
+    assert queue == ["event", "update", "wait"]
+    assert result.losses.loss == 2.0
 
 
 STATES: dict[str, tuple[Topology, dict[str, Any]]] = {
