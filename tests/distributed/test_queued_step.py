@@ -26,7 +26,7 @@ from expertmesh.training.steps.step import (
     train_step,
 )
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import config_of, my_batches, sharded_model
+from tests.distributed.reference import config_of, my_batches, sharded_model, train_config
 from tests.distributed.test_nonfinite import EXPERTS, Poison, tell_poisoned
 from tests.distributed.whole_runs import (
     SIX_STEPS,
@@ -126,6 +126,7 @@ STATES: dict[str, tuple[Topology, dict[str, Any]]] = {
     "queued, bias": (Topology(2, 2), {"router_bias_update_rate": 0.01}),
     "queued, bf16": (Topology(2, 2), {"optim": "adamw_bf16", "bf16": True}),
     "bf16": (Topology(2, 2), {"optim": "adamw_bf16", "bf16": True}),
+    "queued, muon, pp": (Topology(2, 1, pp_size=2), {"optim": "muon"}),
     "muon, pp": (Topology(2, 1, pp_size=2), {"optim": "muon"}),
     "shampoo": (Topology(2, 2), {"optim": "shampoo", "shampoo_start": 1, "shampoo_frequency": 1}),
     "LoRA, pp": (Topology(2, 1, pp_size=2), {"adapter": "lora", "optim": "adamw_torch_8bit"}),
@@ -180,8 +181,47 @@ def test_a_skipped_step_moves_no_bit(ranks: RankPool, tmp_path: Path, name: str)
         assert any(not torch.equal(first[key], third[key]) for key in first)
 
 
+@pytest.mark.parametrize("optim", tiered(["muon"], slow=["adamw_torch_fused", "adamw_torch_8bit"]))
+def test_queued_steps_of_all_meshes_are_steps(ranks: RankPool, tiny_model: Path, optim: str) -> None:
+    """Gradients are divided by a power of two, so that no bit depends on when; one parameter has none at first."""
+    for found in ranks.run(_queued_and_not, 2, tiny_model, optim):
+        for name, (queued, plain) in found.items():
+            assert torch.equal(queued, plain), name
+
+
+def _queued_and_not(path: Path, optim: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """This rank's parts of parameters and of their state after steps that are queued, two of which are skipped, and
+    after the others."""
+    settings = {"optim": optim, "learning_rate": 1e-3}
+    found: list[dict[str, torch.Tensor]] = []
+    for is_queued in (True, False):
+        model, mesh, _ = sharded_model(path, Topology(2, 2), Case([], settings=settings))
+        optimizer: Any = build_optimizer(model, train_config(**settings), mesh)
+        torch.manual_seed(dist.get_rank())
+        for step, is_skipped in enumerate((True, False, True, False)):
+            for name, parameter in model.named_parameters():
+                parameter.grad = torch.zeros_like(parameter)
+                local_tensor(parameter.grad).normal_().mul_(4.0 if is_queued else 1.0)
+                if is_skipped:
+                    local_tensor(parameter.grad).view(-1)[:1] = torch.nan
+                if step < 2 and "k_proj" in name:
+                    parameter.grad = None
+            if is_queued:
+                optimizer.queue_step(torch.tensor(4.0), torch.tensor(float(is_skipped)))
+            elif not is_skipped:
+                optimizer.step()
+        tensors: dict[str, torch.Tensor] = {}
+        for name, parameter in model.named_parameters():
+            tensors[name] = parameter.detach()
+            tensors |= {f"{name} {key}": value for key, value in optimizer.state[parameter].items()}
+        found.append({name: local_tensor(tensor) for name, tensor in tensors.items()})
+    queued, plain = found
+    assert queued.keys() == plain.keys()
+    return {name: (queued[name], plain[name]) for name in plain}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch_8bit"])
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch_8bit", "muon"])
 def test_gradients_are_scaled_on_the_device(runs: Runs, optim: str) -> None:
     flags = f"{COMMON} --optim {optim}"
     expected, found = runs(2, flags, "waiting"), runs(2, flags, "queued", call=queueing)
@@ -207,6 +247,7 @@ def queueing_lacking(argv: list[str]) -> Told:
         ("mixtral", {"cp_size": 2, "optim": "adamw_torch_8bit"}),
         ("mixtral", {"dispatch": "rank", "gradient_checkpointing": "selective"}),
         ("olmoe", {"tp_size": 2, "adapter": "lora"}),
+        ("qwen3_moe", {"optim": "muon"}),
     ],
 )
 def test_the_host_waits_once_a_step_and_once_a_moe_layer(family: str, more: dict[str, Any]) -> None:
