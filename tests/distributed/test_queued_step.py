@@ -17,9 +17,16 @@ from expertmesh.training.loss.balance import BiasUpdate, LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.planning.planner.asked import Asked
 from expertmesh.training.planning.rehearsal.world import rehearse
-from expertmesh.training.steps.step import Gradients, StepResult, _queue_step, squares_and_lacking, train_step
+from expertmesh.training.steps.step import (
+    Gradients,
+    StepResult,
+    StepSums,
+    _queue_step,
+    squares_and_lacking,
+    train_step,
+)
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import config_of, my_batches, sharded_model
+from tests.distributed.reference import config_of, my_batches, sharded_model, train_config
 from tests.distributed.test_nonfinite import EXPERTS, Poison, tell_poisoned
 from tests.distributed.whole_runs import (
     SIX_STEPS,
@@ -87,12 +94,39 @@ def test_the_device_skips_what_the_host_calls_not_finite(spoilt: int | None) -> 
     assert skipped == [float(not result.is_finite)] == [float(spoilt in (0, 1, 2, 4))]
 
 
+def test_the_host_waits_for_the_norm_and_not_for_the_update() -> None:
+    """In the order of a device's queue, a wait lasts until what was queued before the event that it is for."""
+    queue: list[str] = []
+    event = mock.Mock(record=lambda: queue.append("event"), synchronize=lambda: queue.append("wait"))
+    optimizer = mock.Mock(param_groups=[{"params": [torch.zeros(1)]}])
+    optimizer.queue_step = lambda scale, is_skipped: queue.append("update")
+    sums = torch.tensor([2.0, 0.1, 0.2, 4.0, 0.0, 0.0], dtype=torch.float64)
+    gradients = mock.Mock(counts=mock.Mock(counted=1.0), result=lambda losses, *_: mock.Mock(losses=losses))
+    with (
+        mock.patch.object(torch.cpu, "Event", return_value=event),
+        mock.patch.multiple(
+            expertmesh.training.steps.step,
+            computes_on_cpu=mock.Mock(return_value=False),
+            step_gradients=mock.Mock(return_value=gradients),
+            squares_and_lacking=mock.Mock(),
+            moe_layers=mock.Mock(return_value=[]),
+        ),
+        mock.patch.object(StepSums, "packed", return_value=sums),
+        mock.patch.object(dist, "all_reduce"),
+    ):
+        weights = LossWeights(0.05, 0.0, False)
+        result: Any = train_step(mock.Mock(), optimizer, [mock.Mock()], mock.Mock(), weights, 1.0)
+    assert queue == ["event", "update", "wait"]
+    assert result.losses.loss == 2.0
+
+
 STATES: dict[str, tuple[Topology, dict[str, Any]]] = {
     "queued, 8 bit, bias": (Topology(2, 2), {"optim": "adamw_torch_8bit", "router_bias_update_rate": 0.01}),
     "8 bit, bias": (Topology(2, 2), {"optim": "adamw_torch_8bit", "router_bias_update_rate": 0.01}),
     "queued, bias": (Topology(2, 2), {"router_bias_update_rate": 0.01}),
     "queued, bf16": (Topology(2, 2), {"optim": "adamw_bf16", "bf16": True}),
     "bf16": (Topology(2, 2), {"optim": "adamw_bf16", "bf16": True}),
+    "queued, muon, pp": (Topology(2, 1, pp_size=2), {"optim": "muon"}),
     "muon, pp": (Topology(2, 1, pp_size=2), {"optim": "muon"}),
     "shampoo": (Topology(2, 2), {"optim": "shampoo", "shampoo_start": 1, "shampoo_frequency": 1}),
     "LoRA, pp": (Topology(2, 1, pp_size=2), {"adapter": "lora", "optim": "adamw_torch_8bit"}),
@@ -147,8 +181,47 @@ def test_a_skipped_step_moves_no_bit(ranks: RankPool, tmp_path: Path, name: str)
         assert any(not torch.equal(first[key], third[key]) for key in first)
 
 
+@pytest.mark.parametrize("optim", tiered(["muon"], slow=["adamw_torch_fused", "adamw_torch_8bit"]))
+def test_queued_steps_of_all_meshes_are_steps(ranks: RankPool, tiny_model: Path, optim: str) -> None:
+    """Gradients are divided by a power of two, so that no bit depends on when; one parameter has none at first."""
+    for found in ranks.run(_queued_and_not, 2, tiny_model, optim):
+        for name, (queued, plain) in found.items():
+            assert torch.equal(queued, plain), name
+
+
+def _queued_and_not(path: Path, optim: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """This rank's parts of parameters and of their state after steps that are queued, two of which are skipped, and
+    after the others."""
+    settings = {"optim": optim, "learning_rate": 1e-3}
+    found: list[dict[str, torch.Tensor]] = []
+    for is_queued in (True, False):
+        model, mesh, _ = sharded_model(path, Topology(2, 2), Case([], settings=settings))
+        optimizer: Any = build_optimizer(model, train_config(**settings), mesh)
+        torch.manual_seed(dist.get_rank())
+        for step, is_skipped in enumerate((True, False, True, False)):
+            for name, parameter in model.named_parameters():
+                parameter.grad = torch.zeros_like(parameter)
+                local_tensor(parameter.grad).normal_().mul_(4.0 if is_queued else 1.0)
+                if is_skipped:
+                    local_tensor(parameter.grad).view(-1)[:1] = torch.nan
+                if step < 2 and "k_proj" in name:
+                    parameter.grad = None
+            if is_queued:
+                optimizer.queue_step(torch.tensor(4.0), torch.tensor(float(is_skipped)))
+            elif not is_skipped:
+                optimizer.step()
+        tensors: dict[str, torch.Tensor] = {}
+        for name, parameter in model.named_parameters():
+            tensors[name] = parameter.detach()
+            tensors |= {f"{name} {key}": value for key, value in optimizer.state[parameter].items()}
+        found.append({name: local_tensor(tensor) for name, tensor in tensors.items()})
+    queued, plain = found
+    assert queued.keys() == plain.keys()
+    return {name: (queued[name], plain[name]) for name in plain}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch_8bit"])
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch_8bit", "muon"])
 def test_gradients_are_scaled_on_the_device(runs: Runs, optim: str) -> None:
     flags = f"{COMMON} --optim {optim}"
     expected, found = runs(2, flags, "waiting"), runs(2, flags, "queued", call=queueing)
@@ -174,6 +247,7 @@ def queueing_lacking(argv: list[str]) -> Told:
         ("mixtral", {"cp_size": 2, "optim": "adamw_torch_8bit"}),
         ("mixtral", {"dispatch": "rank", "gradient_checkpointing": "selective"}),
         ("olmoe", {"tp_size": 2, "adapter": "lora"}),
+        ("qwen3_moe", {"optim": "muon"}),
     ],
 )
 def test_the_host_waits_once_a_step_and_once_a_moe_layer(family: str, more: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from tests.rounding import OTHER_ORDER
 from tests.tiny import relative_error, tiny_block
 from tests.training.test_fused import NORMS, ROTATIONS, check_norm, check_rotation
 from tests.training.test_head import check_fused, check_halves
-from tests.training.test_low_bit_compiled import EXACT, PARAMETERS, USUAL, both, check_usual
+from tests.training.test_low_bit_compiled import EXACT, PARAMETERS, USUAL, both, check_matrices, check_usual
 
 DTYPES = [torch.float32, torch.bfloat16]
 LARGE = {"many rows": [700, 0, 0, 324], "more rows than a block has": [40_000, 0, 3]}
@@ -200,3 +200,7 @@ def test_low_bit_optimizers(kind: str, settings: dict[str, Any]) -> None:
     """Compiled and by torch's operators, but for a last place here and there."""
     for size in PARAMETERS[kind]:
         check_usual(*both(kind, size, settings, "cuda"))
+
+
+def test_updates_of_matrices() -> None:
+    check_matrices("cuda")

@@ -19,6 +19,7 @@ from expertmesh.sharding.runtime.process import end_process_group, start_process
 from expertmesh.sharding.runtime.watchdog import recorded_collectives
 from expertmesh.sharding.topology import Topology
 from expertmesh.training.data.batch import collate
+from expertmesh.training.steps.step import begin_to_read
 from tests.distributed.pool import RankPool
 from tests.distributed.test_offloading import chain
 from tests.training.test_batches import assert_same
@@ -45,6 +46,14 @@ def test_counts_do_not_wait_for_what_is_queued_after_them() -> None:
         assert received_E.tolist() == counts_E.tolist()
     finally:
         dist.destroy_process_group()
+
+
+def test_numbers_do_not_wait_for_what_is_queued_after_them() -> None:
+    read, queued = begin_to_read(torch.arange(3.0, device="cuda")), torch.cuda.Event()
+    torch.cuda._sleep(10**10)
+    queued.record()
+    assert read() == [0.0, 1.0, 2.0]
+    assert not queued.query(), "the wait was for the numbers alone"
 
 
 def test_the_host_waits_few_times_a_step(ranks: RankPool, device: str, tiny_model: Path) -> None:

@@ -36,6 +36,8 @@ from expertmesh.training.monitoring import attribution
 from expertmesh.training.monitoring.attribution import LASTING, Parts, StepPlace
 from expertmesh.training.monitoring.profiling import _Ranges
 from expertmesh.training.optim.low_bit import update_8bit, update_bf16, update_fp32
+from expertmesh.training.optim.matrices import change_weight
+from expertmesh.training.optim.muon import take_gradient
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.planning.planner.asked import Asked
 from expertmesh.training.planning.planner.forecasts import has_code_from_outside
@@ -91,6 +93,7 @@ HELPERS = {
     "training.attention.flash",
     "training.attention.packed_attention",
     "training.model_setup.dense_precision",
+    "training.optim.updates",
     "training.tensor_parallel.divide",
     "training.tensor_parallel.kept_positions",
     "training.tensor_parallel.overlap",
@@ -434,7 +437,7 @@ def test_kernels_write_what_is_listed() -> None:
         loaded, stored = (pointers(kernel, operator) for operator in ("load", "store"))
         assert stored, kernel.fn
         assert told == Writes(frozenset(stored - loaded), frozenset(stored & loaded)), kernel.fn
-    for compiled in (update_fp32, update_8bit, update_bf16):
+    for compiled in (update_fp32, update_8bit, update_bf16, change_weight, take_gradient):
         assert frozenset() < written_by(compiled).updated < frozenset(inspect.signature(compiled.fn).parameters)
 
 

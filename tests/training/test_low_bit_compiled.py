@@ -1,4 +1,4 @@
-"""Updates of low-bit AdamW compiled against the same by torch's operators, by inductor on a CPU."""
+"""Updates of low-bit AdamW and of matrices compiled against the same by torch's operators, by inductor on a CPU."""
 
 from typing import Any
 from unittest import mock
@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from expertmesh.moe.torch_private import counters
-from expertmesh.training.optim import low_bit
+from expertmesh.training.optim import low_bit, updates
 from expertmesh.training.optim.low_bit import AdamW8bit, AdamWBf16
+from expertmesh.training.optim.matrices import change_weight
+from expertmesh.training.optim.muon import take_gradient
 
 EXACT: dict[str, Any] = {"lr": 2.0**-10, "betas": (0.75, 0.5), "eps": 1e-8}
 """Powers of two: whether a product and a sum are rounded once, as by torch's operators, makes no difference."""
@@ -19,6 +21,7 @@ PARAMETERS: dict[str, list[tuple[int, ...]]] = {
     "bf16": [(9, 520), (20, 24), (700,), (5, 2, 3), (0, 16)],
 }
 """Rows that are blocks, of 256 or fewer values, and that are not."""
+MATRICES = [(6, 512), (64, 64), (48, 40), (1, 96), (700, 33)]
 
 
 def updated(
@@ -37,7 +40,10 @@ def updated(
             for each, parameter in enumerate(parameters)
         }
         optimizer = AdamWBf16(groups, **settings, rows=rows, seed=2**31 + 5)
-    with mock.patch.object(low_bit, "takes_triton", return_value=compiles):
+    with (
+        mock.patch.object(low_bit, "takes_triton", return_value=compiles),
+        mock.patch.object(updates, "takes_triton", return_value=compiles),
+    ):
         for step, grad in enumerate(grads):
             for each, parameter in enumerate(parameters):
                 parameter.grad = grad.roll(each)
@@ -88,6 +94,56 @@ def test_state_is_that_of_torchs_operators(kind: str) -> None:
     assert not counters["graph_break"]
     found, expected = both(kind, PARAMETERS[kind][0], USUAL, "cpu")
     check_usual(found, expected)
+
+
+def both_of_matrices(
+    size: tuple[int, int], divisor: float | None, is_skipped: bool, device: str
+) -> tuple[dict[str, Tensor], ...]:
+    """The same of a matrix's momentum, Nesterov's, and weights, the first half of whose columns are a block.
+
+    Args:
+        divisor: of the gradients of a step that is queued; None: it is not.
+    """
+    queued = (None, None) if divisor is None else (divisor, float(is_skipped))
+    found = []
+    for compiles in (True, False):
+        generator = torch.Generator().manual_seed(5)
+        weight_RD, grad_RD, momentum_RD = (torch.randn(size, generator=generator).to(device) for _ in range(3))
+        nesterov_RD = torch.empty(size, dtype=torch.bfloat16, device=device)
+        of_queued = [each if each is None else torch.tensor(each, device=device) for each in queued]
+        if is_skipped:
+            grad_RD[0, 0] = torch.nan
+        with mock.patch.object(updates, "takes_triton", return_value=compiles):
+            take_gradient(momentum_RD, grad_RD, nesterov_RD, *of_queued)
+            numbers = updates.numbers_beside(weight_RD, (1 - 2**-7, 0.01))
+            block_RD, change_RD = weight_RD[:, : size[1] // 2], grad_RD[:, : size[1] // 2].bfloat16().contiguous()
+            change_weight(block_RD, change_RD, *numbers, of_queued[1])
+        found.append({"momentum": momentum_RD, "nesterov": nesterov_RD, "weight": weight_RD, "gradient": grad_RD})
+    return tuple(found)
+
+
+def check_matrices(device: str) -> None:
+    """Steps that are queued, that are not, and that are skipped."""
+    for size in MATRICES:
+        for divisor in (None, 3.0):
+            check_usual(*both_of_matrices(size, divisor, False, device))
+        first, skipped = (both_of_matrices(size, 3.0, is_skipped, device)[0] for is_skipped in (False, True))
+        generator = torch.Generator().manual_seed(5)
+        weight_RD, _, momentum_RD = (torch.randn(size, generator=generator).to(device) for _ in range(3))
+        assert torch.equal(skipped["weight"], weight_RD)
+        assert torch.equal(skipped["momentum"], momentum_RD)
+        assert not torch.equal(first["weight"], weight_RD)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the same")
+def test_matrices_are_updated_as_by_torchs_operators() -> None:
+    """Neither another size nor another learning rate takes another graph without end, and none is broken off."""
+    torch.compiler.reset()
+    before = dict(counters["stats"])
+    check_matrices("cpu")
+    assert counters["stats"]["unique_graphs"] - before.get("unique_graphs", 0) <= 12
+    assert not counters["graph_break"]
 
 
 def check_usual(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

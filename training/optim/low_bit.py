@@ -4,15 +4,14 @@ Neither optimizer depends on the parallel layout: blocks of 8-bit state lie with
 rows; the random numbers of stochastic rounding are a function of seed, parameter, step, row and column. Yet fp32 noise
 between layouts now and then tips a value to the other side of a rounding, and so grows more than with fp32 state.
 
-An update is one function of this rank's parts of parameters. On a CPU it is torch's own operators, which read and
-write everything a dozen times; on a GPU `torch.compile` makes one kernel of them, which does so once. Small parts of
-one shape are copied into a stack and updated by one call, as launching a call for each takes longer than its kernel.
+An update is one function of this rank's parts of parameters (see `Compiled`). Small parts of one shape are copied into
+a stack and updated by one call, as launching a call for each takes longer than its kernel.
 
 Shape suffixes: P parameters whose parts have one shape, N elements of a part, R its rows, D its columns, B blocks of n
 elements.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
@@ -28,6 +27,7 @@ from ...sharding.parallelize.parallelize import zeros_by_rows
 from ...sharding.state import local_tensor
 from ..config.optimizers import block_size
 from .matrices import stack_size
+from .updates import Compiled, decayed_and_changed, numbers_beside, put
 
 register_step_part(
     __name__,
@@ -61,8 +61,7 @@ class Update(NamedTuple):
     divisor: of the gradients. is_skipped: where it is not 0, all is left as it was. Scalar tensors, of a step that is
     queued (see `training.steps.step.QueuesStep`).
 
-    The other numbers are floats where torch's own operators compute, and fp32 scalars for `Compiled`, which would be
-    compiled anew for each learning rate.
+    The other numbers are as `numbers_beside` makes them.
     """
 
     mean_share: Any
@@ -76,28 +75,7 @@ class Update(NamedTuple):
     is_skipped: Tensor | None = None
 
     def put(self, new: Tensor, into: Tensor) -> None:
-        into.copy_(new if self.is_skipped is None else torch.where(self.is_skipped.bool(), into, new))
-
-
-class Compiled:
-    """A function that changes tensors in place: on a GPU compiled to one kernel when it first runs there, for tensors
-    of any size."""
-
-    def __init__(self, fn: Callable[..., None]):
-        self.fn = fn
-        self.__doc__ = fn.__doc__
-        self._compiled: Callable[..., None] | None = None
-
-    def __call__(self, *args: Any) -> None:
-        if takes_triton(args[0]):
-            self.run(*args)
-        else:
-            self.fn(*args)
-
-    def run(self, *args: Any) -> None:
-        if self._compiled is None:
-            self._compiled = torch.compile(self.fn, dynamic=True)
-        self._compiled(*args)
+        put(new, into, self.is_skipped)
 
 
 @Compiled
@@ -168,9 +146,7 @@ def _updated(
     square = square.lerp(grad.square(), update.square_share)
     root = (square / update.square_correction_P.view(each_P)).sqrt_().add_(update.eps)
     change = (mean / update.mean_correction_P.view(each_P)).div_(root)
-    weight = weight.float() * update.decay
-    weight = weight - change * update.lr if isinstance(update.lr, Tensor) else weight.sub_(change, alpha=update.lr)
-    return weight, mean, square
+    return decayed_and_changed(weight.float(), change, update.decay, update.lr), mean, square
 
 
 def _to_8bit(
@@ -249,11 +225,8 @@ class _AdamW(ResumableOptimizer):
         beta1, beta2 = group["betas"]
         sizes = [len(stack) for stack in stacks]
         of_mean, of_square = ((1 - beta**steps_P).float().split(sizes) for beta in (beta1, beta2))
-        numbers: Any = (1 - beta1, 1 - beta2, group["lr"], 1 - group["lr"] * group["weight_decay"], group["eps"])
-        if takes_triton(steps[0]):
-            # filled there: the host would wait for a copy
-            numbers = [torch.full((), each, dtype=torch.float32, device=steps[0].device) for each in numbers]
-        mean_share, square_share, lr, decay, eps = numbers
+        numbers = (1 - beta1, 1 - beta2, group["lr"], 1 - group["lr"] * group["weight_decay"], group["eps"])
+        mean_share, square_share, lr, decay, eps = numbers_beside(steps[0], numbers)
         return [
             Update(mean_share, square_share, mean_P, square_P, lr, decay, eps, *self._queued)
             for mean_P, square_P in zip(of_mean, of_square, strict=True)

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from ...checkpoints.files.tensors import overlap
 from ...checkpoints.training_state.resuming import ResumableOptimizer
-from ...moe.util.step_parts import register_step_part
+from ...moe.util.step_parts import register_step_part, writes
 from ...sharding.collectives.warm_up import warm_up
 from ...sharding.mesh import Mesh
 from ...sharding.state import StateTensor, local_tensor
+from .adamw import AdamW
+from .updates import Compiled, decayed_and_changed, numbers_beside, put
 
-register_step_part(__name__, "optimizer step")
+register_step_part(__name__, "optimizer step", kernels={"change_weight": writes(updates=("weight_RD",))})
 
 STACK_ELEMENTS = 2**23
 """Of the matrices of one shape that an optimizer computes with as one tensor, if it is not more in one of them: enough
@@ -282,6 +284,12 @@ def lots_of(matrices: Sequence[Matrix], group: dist.ProcessGroup, has_factors: b
     return [Lot(stacks[start : start + size], group) for start in range(0, len(stacks), size)]
 
 
+@Compiled
+def change_weight(weight_RD: Tensor, change_RD: Tensor, decay: Any, rate: Any, is_skipped: Tensor | None) -> None:
+    """One update of weights (see `decayed_and_changed`), but where `is_skipped`, a scalar, is not 0."""
+    put(decayed_and_changed(weight_RD, change_RD, decay, rate), weight_RD, is_skipped)
+
+
 class MatrixOptimizer(ResumableOptimizer):
     """What optimizers of matrices, with an AdamW for other parameters, have in common.
 
@@ -308,7 +316,7 @@ class MatrixOptimizer(ResumableOptimizer):
         self,
         dense: Sequence[Matrix],
         experts: Sequence[Matrix],
-        adamw: torch.optim.AdamW,
+        adamw: AdamW,
         mesh: Mesh,
         settings: dict[str, Any],
         block_size: int | None = None,
@@ -319,6 +327,7 @@ class MatrixOptimizer(ResumableOptimizer):
         self.param_groups += adamw.param_groups
         adamw.state = self.state
         self.adamw = adamw
+        self._queued: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
         self.device = torch.device(mesh.grid.device_type)
         self.lots: list[Lot] = []
         groups = mesh.dense_shards.get_group(), mesh.dp.get_group()
@@ -335,29 +344,40 @@ class MatrixOptimizer(ResumableOptimizer):
         assert closure is None
         # what has no gradient has none on any rank
         trained = [parameter for parameter in self.matrix_group["params"] if parameter.grad is not None]
+        if trained:
+            self._update(trained)
+        scale, is_skipped = self._queued
+        if scale is None or is_skipped is None:
+            self.adamw.step()
+        else:
+            self.adamw.queue_step(scale, is_skipped)
+
+    def _update(self, trained: list[Tensor]) -> None:
+        """One update of the matrices of these parameters."""
         for parameter in trained:
             if not self.state[parameter]:
                 self._begin(parameter)
-        if trained:
-            self._count(trained)
-            decay = self.matrix_group["lr"] * self.matrix_group["weight_decay"]
-            torch._foreach_mul_([local_tensor(parameter) for parameter in trained], 1 - decay)
+        self._count(trained)
+        decay = 1 - self.matrix_group["lr"] * self.matrix_group["weight_decay"]
+        shapes = {run.shape for lot in self.lots for run in lot.runs}
+        numbers = {shape: numbers_beside(local_tensor(trained[0]), (decay, self._rate(shape))) for shape in shapes}
         for lot in self.lots:
             for part in lot.parts(lambda parameter: None if parameter.grad is None else self._kind(parameter)):
                 pieces = (self._pieces(run) for run in part.runs)
                 changes = part.on_owners(list(zip(*pieces, strict=True)), self._change)
                 for run, change in zip(part.runs, changes, strict=True):
-                    weight = run.rows_of(run.parameter).view(change.shape)
-                    weight.add_(change.to(weight.device), alpha=-self._rate(run.shape))
-        self.adamw.step()
+                    # a compiler takes what is a parameter to have one shape only
+                    weight_RD = run.rows_of(run.parameter).detach()
+                    if weight_RD.numel() > 0:
+                        change_RD = change.to(weight_RD.device).reshape(weight_RD.shape)
+                        change_weight(weight_RD, change_RD, *numbers[run.shape], self._queued[1])
 
     def _begin(self, parameter: Tensor) -> None:
         """Make a parameter's state before its first step."""
         raise NotImplementedError
 
     def _count(self, trained: list[Tensor]) -> None:
-        """Take the new gradients into the parameters' moments."""
-        raise NotImplementedError
+        """What comes before the first of the changes."""
 
     def _kind(self, parameter: Tensor) -> int:
         """A number that matrices have in common whose changes are computed together."""

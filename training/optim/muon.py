@@ -8,12 +8,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...moe.util.step_parts import register_step_part
+from ...moe.util.step_parts import register_step_part, writes
 from ...sharding.mesh import Mesh
-from ...sharding.state import local_tensor
+from .adamw import AdamW
 from .matrices import Matrix, MatrixOptimizer, RowRun
+from .updates import Compiled, put
 
-register_step_part(__name__, "optimizer step", lasting=("Muon._begin",))
+register_step_part(
+    __name__,
+    "optimizer step",
+    lasting=("Muon._begin",),
+    kernels={"take_gradient": writes("nesterov_RD", updates=("momentum_RD",))},
+)
 
 NEWTON_SCHULZ_ITERATIONS = 5
 MOMENTUM, COEFFICIENTS, EPSILON = 0.95, (3.4445, -4.7750, 2.0315), 1e-7
@@ -37,7 +43,7 @@ class Muon(MatrixOptimizer):
         self,
         dense: Sequence[Matrix],
         experts: Sequence[Matrix],
-        adamw: torch.optim.AdamW,
+        adamw: AdamW,
         mesh: Mesh,
         lr: float,
         weight_decay: float,
@@ -49,15 +55,22 @@ class Muon(MatrixOptimizer):
     def _begin(self, parameter: Tensor) -> None:
         self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
-    def _count(self, trained: list[Tensor]) -> None:
-        momenta = [local_tensor(self.state[parameter]["momentum_buffer"]) for parameter in trained]
-        torch._foreach_lerp_(momenta, [local_tensor(parameter.grad) for parameter in trained], 1 - MOMENTUM)  # type: ignore[arg-type]
+    def queue_step(self, scale: Tensor, is_skipped: Tensor) -> None:
+        """See `training.steps.step.QueuesStep`."""
+        self._queued = (scale, is_skipped)
+        try:
+            self.step()
+        finally:
+            self._queued = (None, None)
 
     def _pieces(self, run: RowRun) -> list[Tensor]:
-        """Nesterov momentum."""
+        """Nesterov momentum, once these rows' gradients are taken into it."""
         momentum_RD = run.rows_of(self.state[run.parameter]["momentum_buffer"])
         grad_RD = run.rows_of(run.parameter.grad)  # type: ignore[arg-type]
-        return [grad_RD.lerp(momentum_RD, MOMENTUM).to(self.device, self.dtype)]
+        nesterov_RD = torch.empty(grad_RD.shape, dtype=self.dtype, device=grad_RD.device)
+        if grad_RD.numel() > 0:
+            take_gradient(momentum_RD, grad_RD, nesterov_RD, *self._queued)
+        return [nesterov_RD.to(self.device)]
 
     def _change(self, stack: Sequence[Matrix], whole: list[Tensor]) -> Tensor:
         return newton_schulz(*whole)
@@ -65,6 +78,22 @@ class Muon(MatrixOptimizer):
     def _rate(self, shape: tuple[int, int]) -> float:
         # match_rms_adamw: an orthogonal matrix's elements have RMS 1/√(longer side), AdamW's updates about 0.2
         return super()._rate(shape) * 0.2 * float(max(shape) ** 0.5)
+
+
+@Compiled
+def take_gradient(
+    momentum_RD: Tensor, grad_RD: Tensor, nesterov_RD: Tensor, divisor: Tensor | None, is_skipped: Tensor | None
+) -> None:
+    """Take gradients into their momentum, and give Nesterov's.
+
+    Args:
+        divisor: of the gradients. is_skipped: where it is not 0, the momentum is left as it was. Scalars, of a step
+            that is queued.
+    """
+    grad_RD = grad_RD if divisor is None else grad_RD / divisor
+    new_RD = momentum_RD.lerp(grad_RD, 1 - MOMENTUM)
+    nesterov_RD.copy_(grad_RD.lerp(new_RD, MOMENTUM))
+    put(new_RD, momentum_RD, is_skipped)
 
 
 def newton_schulz(stack_NRD: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from ...sharding.mesh import Mesh
 from ...sharding.state import StateTensor, changing_state, trainable_of
 from ..config.optimizers import OPTIMIZERS, OptimizerEntry, ParameterShape, first_roots
 from ..config.train_config import TrainConfig
+from .adamw import AdamW
 from .low_bit import AdamW8bit, AdamWBf16
 from .matrices import Matrix, dense_matrix, expert_matrices
 from .muon import Muon
@@ -113,22 +114,6 @@ def matrix_parts(model: nn.Module) -> tuple[list[StateTensor], list[StateTensor]
     return dense, experts
 
 
-class AdamW(torch.optim.AdamW, ResumableOptimizer):
-    """torch's fused one, whose kernel divides gradients by a number on the device, and leaves all as it was where
-    another one is not 0: as `torch.amp.GradScaler` has it do."""
-
-    grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
-
-    def queue_step(self, scale: Tensor, is_skipped: Tensor) -> None:
-        """See `training.steps.step.QueuesStep`."""
-        self.grad_scale, self.found_inf = scale, is_skipped
-        try:
-            self.step()
-        finally:
-            del self.grad_scale, self.found_inf
-
-
 def _adam_settings(config: TrainConfig) -> dict[str, Any]:
     betas = (config.adam_beta1, config.adam_beta2)
     return {"lr": config.learning_rate, "betas": betas, "eps": config.adam_epsilon}
@@ -154,9 +139,7 @@ def adamw_bf16(model: nn.Module, config: TrainConfig, mesh: Mesh) -> ResumableOp
     return AdamWBf16(_all_groups(model, config), **_adam_settings(config), rows=rows, seed=config.seed)
 
 
-def _matrices(
-    model: nn.Module, config: TrainConfig, mesh: Mesh
-) -> tuple[list[Matrix], list[Matrix], torch.optim.AdamW]:
+def _matrices(model: nn.Module, config: TrainConfig, mesh: Mesh) -> tuple[list[Matrix], list[Matrix], AdamW]:
     """The model's matrices, dense and experts', and an AdamW for the rest."""
     dense, experts = matrix_parts(model)
     taken = {part.tensor for part in (*dense, *experts)}

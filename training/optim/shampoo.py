@@ -12,6 +12,7 @@ from ...checkpoints.training_state.resuming import StateLayout
 from ...moe.util.step_parts import register_step_part
 from ...sharding.mesh import Mesh
 from ...sharding.state import local_tensor
+from .adamw import AdamW
 from .matrices import Matrix, MatrixOptimizer, RowRun
 
 register_step_part(__name__, "optimizer step", lasting=("Shampoo._begin", "Shampoo._new_stack"))
@@ -49,7 +50,7 @@ class Shampoo(MatrixOptimizer):
         self,
         dense: Sequence[Matrix],
         experts: Sequence[Matrix],
-        adamw: torch.optim.AdamW,
+        adamw: AdamW,
         mesh: Mesh,
         *,
         lr: float,
@@ -72,6 +73,7 @@ class Shampoo(MatrixOptimizer):
         state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
 
     def _count(self, trained: list[Tensor]) -> None:
+        """Take the new gradients into the parameters' moments."""
         beta1, beta2 = self.matrix_group["betas"]
         for parameter in trained:
             state, grad = self.state[parameter], local_tensor(parameter.grad)  # type: ignore[arg-type]

@@ -3,7 +3,8 @@
 Every loss is a local sum over a global count, so that gradients are plain sums over ranks and micro-steps. Losses,
 gradient norm and what ranks have to tell each other are summed at once, after the last backward, and read at once: the
 only time in a step that the host waits for its GPU, beside the row counts of MoE layers. Where the optimizer can be
-told on the device what to scale gradients by, and to leave a step out, it is read once the update is queued.
+told on the device what to scale gradients by, and to leave a step out, the update is queued before the host waits, and
+runs while the host goes on.
 """
 
 import math
@@ -273,10 +274,11 @@ def train_step(
     at("the gradient norm")
     packed = StepSums.packed(gradients.losses, squares_and_lacking(model, mesh), is_stopping())
     dist.all_reduce(packed)
+    read_packed = begin_to_read(packed)
     at("the optimizer step")
     before_update()
     is_queued = gradients.counts.counted > 0 and _queue_step(optimizer, packed, max_grad_norm)
-    sums = StepSums.of(packed.tolist())
+    sums = StepSums.of(read_packed())
     result = gradients.result(sums.losses, math.sqrt(sums.squared_norm), sums.stopping < 0)
     if sums.lacking < 0:
         agree_on_gradients(model, mesh)
@@ -287,6 +289,21 @@ def train_step(
         after_update(model, result.routing, bias_update)
     at("after the optimizer step")
     return result
+
+
+def begin_to_read(numbers: Tensor) -> Callable[[], list[float]]:
+    """Queue a copy of numbers to the host. What is returned waits for that, not for what is queued later, and gives
+    them."""
+    done = torch.get_device_module(numbers.device).Event()
+    on_host = numbers.to("cpu", non_blocking=True)
+    done.record()
+
+    def read() -> list[float]:
+        done.synchronize()
+        values: list[float] = on_host.tolist()
+        return values
+
+    return read
 
 
 def _queue_step(optimizer: torch.optim.Optimizer, packed: Tensor, max_grad_norm: float) -> bool:

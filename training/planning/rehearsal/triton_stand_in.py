@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from .... import moe, training
-from ...optim.low_bit import Compiled
+from ...optim.updates import Compiled
 
 
 class Kernel:
