@@ -102,8 +102,8 @@ def _flash_attn_fwd(query_W: Tensor, key_W: Tensor, value_W: Tensor, **settings:
     settings["softmax_scale"] = _scale(query_W, settings)
     filled = (_filled(x, width) for x, width in ((query_W, widths[0]), (key_W, widths[0]), (value_W, widths[1])))
     out_F, lse = package._flash_attn_fwd(*filled, **settings)[:2]
-    out_W = out_F[..., : value_W.shape[-1]]
-    return (out_W.contiguous() if into_W is None else into_W.copy_(out_W)), lse
+    out_W = _cut(out_F, value_W.shape[-1])
+    return (out_W if into_W is None else into_W.copy_(out_W)), lse
 
 
 def _flash_attn_bwd(
@@ -118,7 +118,7 @@ def _flash_attn_bwd(
     ]
     gradients = package._flash_attn_bwd(*filled, lse, **settings)
     pairs = zip(gradients, (query_W, key_W, value_W), strict=True)
-    return tuple(gradient_F[..., : x_W.shape[-1]].contiguous() for gradient_F, x_W in pairs)
+    return tuple(_cut(gradient_F, x_W.shape[-1]) for gradient_F, x_W in pairs)
 
 
 def _scale(query_W: Tensor, settings: dict[str, Any]) -> float:
@@ -137,6 +137,11 @@ def _filled_widths(query_W: Tensor, value_W: Tensor) -> tuple[int, int]:
 def _filled(x_W: Tensor, width: int) -> Tensor:
     missing = width - x_W.shape[-1]
     return F.pad(x_W, (0, missing)) if missing else x_W
+
+
+def _cut(x_F: Tensor, width: int) -> Tensor:
+    is_filled = x_F.shape[-1] > width
+    return x_F.narrow(-1, 0, width).clone(memory_format=torch.contiguous_format) if is_filled else x_F
 
 
 register_flash_attention_impl(NAME, register_fn=lambda: torch_private.register_flash_attention_fa4(__name__))
