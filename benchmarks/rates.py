@@ -25,8 +25,9 @@ from torch import Tensor
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.training.attention.flash import flash_attention
+from expertmesh.training.attention.flash_kernels import FLASH_KERNELS, computing_by, obstacle
 from expertmesh.training.cluster.check import measure_device, median_seconds
-from expertmesh.training.model_setup.rates import EIGEN_FLOPS, FA3, Attained, RateConstant, Rates, published
+from expertmesh.training.model_setup.rates import EIGEN_FLOPS, NEWER_FLASH, Attained, RateConstant, Rates, published
 from expertmesh.training.planning.planner.costs import best_rate
 from expertmesh.training.planning.planner.hardware import (
     DEVICES,
@@ -159,28 +160,22 @@ def _kernels_of_attention(is_gpu: bool, length: int) -> Iterator[tuple[str, Call
     yield "attention", causal
     yield "packed attention", packed
     if is_gpu:
-        from torch.nn.attention import (
-            SDPBackend,
-            activate_flash_attention_impl,
-            restore_flash_attention_impl,
-            sdpa_kernel,
-        )
+        from torch.nn.attention import SDPBackend, sdpa_kernel
 
         def efficient(*inputs: Tensor) -> Tensor:
             with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
                 return causal(*inputs)
 
         yield "efficient attention", efficient
-        try:
-            activate_flash_attention_impl("FA3")
-        except (ImportError, RuntimeError, ValueError):  # it is not installed
-            return
-        yield f"packed attention{FA3}", packed
-        restore_flash_attention_impl()
+        for kernels in FLASH_KERNELS:
+            if not obstacle(kernels):
+                with computing_by(kernels):
+                    yield f"packed attention{NEWER_FLASH[kernels.version]}", packed
 
 
 def _backward_of(name: str) -> str:
-    return f"{name.removesuffix(FA3)} backward{FA3 if name.endswith(FA3) else ''}"
+    of_class, *newer = name.split(", ")
+    return ", ".join((f"{of_class} backward", *newer))
 
 
 def _update_bytes(device: torch.device) -> float:

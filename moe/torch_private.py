@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as FSDPState
     from torch.distributed.tensor._sharding_prop import ShardingPropagator as ShardingPropagator
     from torch.fx.experimental import _config as _config
+    from torch.nn.attention._fa4 import register_flash_attention_fa4 as register_flash_attention_fa4
     from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
 
 SUPPORTED = "2.11 to 2.13"
@@ -90,6 +91,7 @@ _MODULES = {
     "FSDPState": "torch.distributed.fsdp._fully_shard._fsdp_state",
     "ShardingPropagator": "torch.distributed.tensor._sharding_prop",
     "_config": "torch.fx.experimental",
+    "register_flash_attention_fa4": "torch.nn.attention._fa4",
     "FakeStore": "torch.testing._internal.distributed.fake_pg",
 }
 
@@ -138,6 +140,7 @@ _TESTS: dict[str, Callable[[Any], bool]] = {
     # gloo's record of collectives is apart from NCCL's, which a build for CPUs does not have
     "_distributed_c10d": lambda module: any(hasattr(module, dump) for dump in FLIGHT_RECORDERS),
     "_config": lambda module: hasattr(module, "meta_nonzero_assume_all_nonzero"),
+    "register_flash_attention_fa4": lambda function: _takes(function, "module_path"),
 }
 
 

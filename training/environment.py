@@ -23,7 +23,7 @@ PACKAGES = ("expertmesh", "torch", "transformers", "accelerate", "datasets", "sa
 CHECKOUT = Path(__file__).resolve().parents[1]
 
 
-def environment(ranks: Ranks, global_batch_size: int, flash_attention_3: str | None) -> dict[str, str | int]:
+def environment(ranks: Ranks, global_batch_size: int, flash_attention: str | None) -> dict[str, str | int]:
     """The facts by name, for environment.json and the report. What cannot be found out is left out.
 
     All ranks call it together and get the same devices; the rest is of the rank's own machine.
@@ -40,7 +40,7 @@ def environment(ranks: Ranks, global_batch_size: int, flash_attention_3: str | N
         "global_batch_size": lambda: global_batch_size,
         "devices": lambda: devices,
         "cpu": cpu_model,
-        "flash_attention_3": lambda: flash_attention_3,
+        "flash_attention": lambda: flash_attention,
         "cpu_cores": os.cpu_count,
         "os": _operating_system,
     }

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from expertmesh.moe.experts.forward import Forward
 from expertmesh.sharding.parallelize.recompute import _ATTENTION, _ROUTING, _selective_contexts
 from expertmesh.training.attention.flash import flash_attention
+from expertmesh.training.attention.flash_kernels import FLASH_KERNELS, FlashKernels, computing_by, obstacle
 from tests.moe.kernel_contract import Calls
 from tests.rounding import OTHER_ORDER
 from tests.sharding.test_kept_attention import _layer
@@ -35,15 +36,16 @@ def test_windows_and_sinks(
     assert_same_as_by_all_scores(widths, window, has_sinks, device, dtype, WIDEST_ERROR[dtype])
 
 
-def test_flash_attention_3() -> None:
-    """On a Hopper with the package: samples of several lengths, windows, sinks, heads that share keys."""
-    pytest.importorskip("flash_attn_interface")
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs a Hopper")
+@pytest.mark.parametrize("kernels", FLASH_KERNELS, ids=lambda kernels: kernels.package)
+@pytest.mark.parametrize("widths", [(64, 64), (128, 128), (192, 128)])
+def test_newer_flash_attention(kernels: FlashKernels, widths: tuple[int, int]) -> None:
+    """On a card that it is for, with its package: samples of several lengths, windows, sinks, heads that share keys."""
+    if reason := obstacle(kernels):
+        pytest.skip(reason)
 
     def run(window: int, has_sinks: bool) -> list[torch.Tensor]:
         generator = torch.Generator("cuda").manual_seed(0)
-        shapes = ((300, 8, 64), (300, 2, 64), (300, 2, 64))
+        shapes = ((300, 8, widths[0]), (300, 2, widths[0]), (300, 2, widths[1]))
         tensors = [torch.randn(shape, generator=generator, device="cuda").bfloat16() for shape in shapes]
         query, key, value = (tensor.requires_grad_() for tensor in tensors)
         sinks = torch.randn(8, generator=generator, device="cuda").requires_grad_() if has_sinks else None
@@ -51,13 +53,11 @@ def test_flash_attention_3() -> None:
         wanted = [query, key, value, *([] if sinks is None else [sinks])]
         return [out, *torch.autograd.grad(out.float().square().sum(), wanted)]
 
-    cases = [(0, False), (64, False), (64, True)]
+    takes_windows = max(widths) <= 128 or torch.cuda.get_device_capability()[0] == 9
+    cases = [(0, False), (0, True), *([(64, False), (64, True)] if takes_windows else [])]
     expected = [run(*case) for case in cases]
-    torch.nn.attention.activate_flash_attention_impl("FA3")
-    try:
+    with computing_by(kernels):
         found = [run(*case) for case in cases]
-    finally:
-        torch.nn.attention.restore_flash_attention_impl()
     for ours, theirs in zip(found, expected, strict=True):
         for tensor, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(tensor.float(), other.float(), rtol=2e-2, atol=2e-2)

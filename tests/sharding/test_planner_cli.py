@@ -29,7 +29,7 @@ from expertmesh.training.cluster.commands import main
 from expertmesh.training.cluster.mesh_command import print_speeds
 from expertmesh.training.cluster.mesh_picture import picture
 from expertmesh.training.config.train_config import TrainConfig, parse_config
-from expertmesh.training.model_setup.rates import AT_BEST
+from expertmesh.training.model_setup.rates import AT_BEST, published
 from expertmesh.training.planning import plan_command
 from expertmesh.training.planning.plan_flags import read_flags
 from expertmesh.training.planning.planner.hardware import (
@@ -515,6 +515,7 @@ def test_measured_rates_and_presets(
             f"--gpu A100: with --calibrate {host} it only sets the memory",
         ),
         (bare, ["--flash-attention", "3"], f"--flash-attention 3: --calibrate {bare} has no rates of it"),
+        (bare, ["--flash-attention", "4"], f"--flash-attention 4: --calibrate {bare} has no rates of it"),
     ):
         assert main([*common, "--calibrate", str(file), *flags]) == 2
         assert said in capsys.readouterr().err
@@ -547,6 +548,10 @@ def test_names_of_presets_in_any_case() -> None:
         chosen("a10", "pcie4")
     with pytest.raises(ExpertMeshError, match="--flash-attention 3: is for H100 and H200, not for --gpu b200"):
         chosen_hardware(Namespace(gpu="b200", gpu_memory="", network=None, calibrate=None, flash_attention=3))
+    with pytest.raises(ExpertMeshError, match="--flash-attention 4: --gpu H100 has no rates of it"):
+        chosen_hardware(Namespace(gpu=None, gpu_memory="", network=None, calibrate=None, flash_attention=4))
+    newer = Namespace(gpu="b200", gpu_memory="", network=None, calibrate=None, flash_attention=4)
+    assert chosen_hardware(newer).rates == published("B200").with_flash_attention(4)
 
 
 @pytest.mark.usefixtures("dry_runs")

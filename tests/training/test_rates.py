@@ -69,13 +69,17 @@ def test_a_rate_replaced_changes_what_it_is_of() -> None:
         assert ratios == pytest.approx([2.0 if n == place else 1.0 for n in range(5)])
 
 
-def test_flash_attention_3_takes_the_place_of_2() -> None:
-    rates = published("H100")
-    second, third = (each.share("packed attention", 4096) for each in (rates, rates.with_flash_attention_3()))
-    assert second < 0.35 < 0.5 < third
-    assert rates.with_flash_attention_3().share("matmul", 1e12) == rates.share("matmul", 1e12)
+@pytest.mark.parametrize(("gpu", "version", "between"), [("H100", 3, (0.35, 0.5)), ("B200", 4, (0.2, 0.45))])
+@pytest.mark.parametrize("of", ["packed attention", "packed attention backward"])
+def test_a_newer_flash_attention_takes_the_place_of_2(
+    gpu: str, version: int, between: tuple[float, float], of: Operator
+) -> None:
+    rates = published(gpu)
+    newer = rates.with_flash_attention(version)
+    assert rates.share(of, 4096) < between[0] < between[1] < newer.share(of, 4096)
+    assert newer.share("matmul", 1e12) == rates.share("matmul", 1e12)
     # a card without figures of it keeps those of 2
-    assert Rates().with_flash_attention_3() == Rates()
+    assert Rates().with_flash_attention(version) == Rates()
 
 
 def test_a_file_of_rates_is_read_as_it_was_written(tmp_path: Path) -> None:

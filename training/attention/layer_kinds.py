@@ -127,6 +127,13 @@ def seen_in(kind: str | None) -> Sees | None:
     return LAYER_KINDS[kind].sees if kind in LAYER_KINDS else None
 
 
+def has_windows(text_config: Any) -> bool:
+    """Whether a token sees a window of those before it in some layers."""
+    if kinds := kinds_in_config(text_config):
+        return any(seen_in(kind) == "window" for kind in kinds)
+    return getattr(text_config, "sliding_window", None) is not None
+
+
 def attends(kind: str | None) -> bool:
     """Whether all that a token sees in layers of this kind, beside itself, it sees by attention."""
     return ATTENDING[seen_in(kind)].by_attention

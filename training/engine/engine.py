@@ -53,7 +53,7 @@ from ...sharding.runtime.process import Ranks, raise_together
 from ...sharding.runtime.watchdog import collectives_limit
 from ...sharding.state import sharded_parameters
 from ...sharding.topology import check_divides, check_sizes
-from ..attention.flash_3 import use_flash_attention_3
+from ..attention.flash_kernels import use_flash_kernels
 from ..attention.padded_lengths import batch_maker_of
 from ..config.train_config import TrainConfig
 from ..data.batch import IGNORED, Batch, LossBatch, LossInputs, batch_of, collate
@@ -100,7 +100,7 @@ class Engine:
         kernel: what computes the experts. trained: what is trained, in words, where it is not everything.
         batch_maker: makes batches of the model.
         images: takes the images out of batches; None: the model was loaded for text alone.
-        flash_attention_3: whether it is used, in words; None where it is not installed.
+        flash_attention: whether a newer one than torch's own is used, in words; None where none is installed.
         balance: how the experts' load is kept even.
         counts: of its parameters. topology: of its ranks.
         facts: of what the run has read, to be recorded by checkpoints and compared on resume.
@@ -145,7 +145,7 @@ class Engine:
             check_sizes(config.topology(ranks.world_size), num_experts)
             self.balance: Balance = choose_balance(config, self.model, source.config)
         check_tp_groups(config.topology(ranks.world_size), config.ranks_per_node)
-        self.flash_attention_3 = use_flash_attention_3(self.model, config, ranks)
+        self.flash_attention = use_flash_kernels(self.model, config, ranks)
         self.counts: ParameterCounts = count_parameters(self.model)
         if self.images is not None:
             self.counts = replace(self.counts, images=image_flops(self.model))

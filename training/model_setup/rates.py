@@ -36,8 +36,8 @@ computes it: cuDNN's, torch's memory-efficient one, and flash attention's over p
 it. update: the same, of an optimizer's step."""
 Exchange = Literal["ring inside", "ring between", "all-to-all inside", "all-to-all between"]
 """Classes of collectives: inside a node, or between nodes. A ring: all-gather, reduce-scatter, all-reduce."""
-FA3 = ", FA3"
-"""Ends the names of packed attention's rates under flash attention 3."""
+NEWER_FLASH = {3: ", FA3", 4: ", FA4"}
+"""By version: what ends the names of packed attention's rates under a newer flash attention than torch's own."""
 CLASSES = frozenset((*get_args(Operator), *get_args(Exchange)))
 
 
@@ -149,11 +149,12 @@ class Rates:
             for name, shares in ends.items()
         )
 
-    def with_flash_attention_3(self) -> "Rates":
-        """The same where packed attention is flash attention 3's."""
-        replaced = {each.operator.removesuffix(FA3) for each in self.attained if each.operator.endswith(FA3)}
+    def with_flash_attention(self, version: int) -> "Rates":
+        """The same where packed attention is that of a newer flash attention."""
+        ending = NEWER_FLASH[version]
+        replaced = {each.operator.removesuffix(ending) for each in self.attained if each.operator.endswith(ending)}
         kept = (each for each in self.attained if each.operator not in replaced)
-        return replace(self, attained=tuple(replace(each, operator=each.operator.removesuffix(FA3)) for each in kept))
+        return replace(self, attained=tuple(replace(e, operator=e.operator.removesuffix(ending)) for e in kept))
 
     def with_classes_of(self, other: "Rates") -> "Rates":
         """The same, with the other's figures for each class and constant that this lacks."""
@@ -194,7 +195,7 @@ def rates_from(table: Any) -> Rates:
     constants = tuple(RateConstant(**each) for each in table["constants"])
     names = ("compute beside", "collective beside", "launch", "call", "wait", "experts apart")
     for each in attained:
-        if each.operator.removesuffix(FA3) not in CLASSES:
+        if _class_of(each.operator) not in CLASSES:
             raise ValueError(f"there is no class of operators {each.operator!r}")
         _check(each.operator, each.size, 1e-30)
         _check(each.operator, each.share, 1e-30)
@@ -203,6 +204,13 @@ def rates_from(table: Any) -> Rates:
             raise ValueError(f"there is no constant {constant.name!r}")
         _check(constant.name, constant.value, 0.0 if constant.name in ("launch", "call", "wait") else 1e-30)
     return Rates(attained, constants)
+
+
+def _class_of(name: str) -> str:
+    """The class that a rate's name is of, whichever flash attention it was measured with."""
+    for ending in NEWER_FLASH.values():
+        name = name.removesuffix(ending)
+    return name
 
 
 def _check(name: str, value: object, least: float) -> None:

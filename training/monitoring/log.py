@@ -41,13 +41,13 @@ class RunLog:
     """
 
     def __init__(
-        self, config: TrainConfig, output_dir: Path, num_steps: int, ranks: Ranks, flash_attention_3: str | None
+        self, config: TrainConfig, output_dir: Path, num_steps: int, ranks: Ranks, flash_attention: str | None
     ):
         self.trackers = Trackers(config, output_dir / TRACKERS, ranks, self.warn)
         self.is_main = ranks.rank == 0
         self.config = config
         self.ranks = ranks
-        self.flash_attention_3 = flash_attention_3
+        self.flash_attention = flash_attention
         self.output_dir = output_dir
         self.path = output_dir / "metrics.jsonl"
         self.num_steps = num_steps
@@ -64,7 +64,7 @@ class RunLog:
 
     def __enter__(self) -> "RunLog":
         batch = self.config.sequences_per_step(self.ranks.world_size)
-        facts = environment(self.ranks, batch, self.flash_attention_3)
+        facts = environment(self.ranks, batch, self.flash_attention)
         facts |= {"num_steps": self.num_steps, "started": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")}
         with raise_together(), write_errors(self.output_dir):
             if self.is_main:

@@ -54,7 +54,7 @@ def detail_lines(engine: Engine, inputs: Inputs, order: DataOrder, memory: Forec
         + (", activation offloading" if config.offload_activations else "")
         + (", frozen experts in host memory" if config.offload_experts else ""),
         *([f"note: {engine.kernel.lost}"] if engine.kernel.lost else []),
-        *([] if engine.flash_attention_3 is None else [engine.flash_attention_3]),
+        *([] if engine.flash_attention is None else [engine.flash_attention]),
         *_complete_sequences(engine),
         *_rope(config, source),
         engine.balance.line(),

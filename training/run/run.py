@@ -149,7 +149,7 @@ def load_and_train(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closin
     if inputs.training is not None and not config.force:
         with raise_together():
             memory.check(ranks.world_size, config)
-    log = RunLog(config, output_dir, num_steps, ranks, engine.flash_attention_3)
+    log = RunLog(config, output_dir, num_steps, ranks, engine.flash_attention)
     resume_from: Path | None = None
     if config.resume:
         resume_from = find_resume(config.resume, output_dir / "checkpoints", engine.tell, ranks)

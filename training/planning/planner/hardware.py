@@ -14,7 +14,7 @@ from ....moe.util.errors import ExpertMeshError
 from ....moe.util.parser import flag_of
 from ....moe.util.sizes import parse_size
 from ....sharding.topology import divisors, either, ranks_per_equal_node
-from ...model_setup.rates import AT_BEST, Exchange, Rates, published, rates_from
+from ...model_setup.rates import AT_BEST, NEWER_FLASH, Exchange, Rates, published, rates_from
 
 _GPU, _NETWORK, _GPUS_PER_NODE = "H100", "infiniband-ndr", 8
 """What a run is planned for where no flag says it."""
@@ -253,9 +253,9 @@ def add_hardware_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--flash-attention",
         type=int,
-        choices=(2, 3),
+        choices=(2, *NEWER_FLASH),
         default=2,
-        help="flash attention of packed sequences: 3 with flash_attn_interface (default: 2)",
+        help="flash attention of packed sequences: 3 with flash_attn_3, 4 with flash-attn-4 (default: 2)",
     )
 
 
@@ -291,10 +291,11 @@ def chosen_hardware(arguments: argparse.Namespace) -> Hardware:
             measured = replace(measured, device=replace(measured.device, memory=hardware.device.memory))
             name += f", memory of {hardware.name.partition(',')[0]}"
         hardware = replace(measured, name=name)
-    if arguments.flash_attention == 3:
-        rates = hardware.rates.with_flash_attention_3()
+    if (version := arguments.flash_attention) in NEWER_FLASH:
+        rates = hardware.rates.with_flash_attention(version)
         if rates == hardware.rates:
-            raise ExpertMeshError(f"--flash-attention 3: --calibrate {file} has no rates of it; leave it out")
+            which = f"--gpu {gpu}" if file is None else f"--calibrate {file}"
+            raise ExpertMeshError(f"--flash-attention {version}: {which} has no rates of it; leave it out")
         hardware = replace(hardware, rates=rates)
     if arguments.gpu_memory:
         memory = parse_size("--gpu-memory", arguments.gpu_memory)
