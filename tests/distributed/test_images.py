@@ -49,8 +49,10 @@ IN_UNITS: dict[str, tuple[int, dict[str, Any]]] = {
     "4 ep 2 frozen": (4, dict(ep_size=2, train_vision=[])),
 }
 """Those in which every block of the tower is an FSDP unit."""
-AMPLIFIED = {"qwen4_exp": 2e-4}
-"""What gradients may be off by in a family that takes the root of scores, whose slope has no bound near 0."""
+AMPLIFIED = {"qwen4_exp": 2e-4, "glm5_next": 5e-5, "glm4v_moe": 3e-5}
+"""What gradients may be off by in a family that takes the root of scores, whose slope has no bound near 0; and in towers
+that normalize what is left of patches near 0: twice what transformers' own gradients change by (2.3e-5, 1.3e-5) where
+the numbers of each patch are added up in reverse order."""
 NOT_DIVIDED = set(FAMILIES) - set(families_with_plan())
 """Families whose attention tensor parallelism does not divide."""
 
