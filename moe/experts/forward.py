@@ -259,7 +259,9 @@ def _before_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     forward.has_run = True
     attention_mask = kwargs.get("attention_mask")
     candidates = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
-    tokens = next(t for t in candidates if t is not None)
+    tokens = next((t for t in candidates if isinstance(t, Tensor)), None)
+    if tokens is None:
+        return  # trl has a loss run in the forward's place, of which the model is the first argument
     forward.shape_BS, forward.device = tokens.shape[:2], tokens.device
     if forward.is_token_BS is None and isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
         # with a KV cache the mask also covers the tokens of earlier calls

@@ -49,10 +49,9 @@ IN_UNITS: dict[str, tuple[int, dict[str, Any]]] = {
     "4 ep 2 frozen": (4, dict(ep_size=2, train_vision=[])),
 }
 """Those in which every block of the tower is an FSDP unit."""
-AMPLIFIED = {"qwen4_exp": 2e-4, "glm5_next": 5e-5, "glm4v_moe": 3e-5}
-"""What gradients may be off by in a family that takes the root of scores, whose slope has no bound near 0; and in towers
-that normalize what is left of patches near 0: twice what transformers' own gradients change by (2.3e-5, 1.3e-5) where
-the numbers of each patch are added up in reverse order."""
+AMPLIFIED = {"qwen4_exp": 2e-4, "glm5_next": 5e-5, "glm4v_moe": 3e-5, "qwen3_5_moe": 7e-5, "muse_spark": 9e-5}
+"""What gradients may be off by in a family that takes the root of scores, whose slope has no bound near 0; in others
+twice what transformers' own change by where numbers of a patch, or all, are added up in another order."""
 NOT_DIVIDED = set(FAMILIES) - set(families_with_plan())
 """Families whose attention tensor parallelism does not divide."""
 
@@ -308,7 +307,8 @@ def test_no_image_on_any_rank(layout: str, how: Any, ranks: RankPool, models: An
     world_size, settings = LAYOUTS[layout]
     samples = [each for each in samples_of(model) if not each.pictures] * 2
     seeing, blind = ranks.run(how, world_size, without_images, path, settings, samples)[0]
-    assert seeing[:2] == blind[:2]
+    # the norm is of more tensors: its sum in fp64 has another order
+    assert (seeing[0], seeing[1]) == (blind[0], pytest.approx(blind[1], rel=1e-12))
     assert all(torch.equal(seeing[2][name], weight) for name, weight in blind[2].items())
     before = dict(model.named_parameters())
     tower = seeing[2].keys() - blind[2].keys()

@@ -247,7 +247,7 @@ def queueing_lacking(argv: list[str]) -> Told:
         ("mixtral", {"cp_size": 2, "optim": "adamw_torch_8bit"}),
         ("mixtral", {"dispatch": "rank", "gradient_checkpointing": "selective"}),
         ("olmoe", {"tp_size": 2, "adapter": "lora"}),
-        ("qwen3_moe", {"optim": "muon"}),
+        ("mixtral", {"optim": "muon"}),
     ],
 )
 def test_the_host_waits_once_a_step_and_once_a_moe_layer(family: str, more: dict[str, Any]) -> None:

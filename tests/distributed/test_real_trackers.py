@@ -216,7 +216,8 @@ def test_one_run_that_is_stopped_killed_and_finished(
     assert [status for status, *_ in run.in_mlflow()] == ["RUNNING"]
     assert run.in_tensorboard()[0] == "RUNNING"
 
-    last = run.last_step() + 4
+    killed = run.last_step()
+    last = killed + 4
     run("--max-steps", str(last), "--resume", "auto")
     expected = by_step(run)
     assert set(expected) == set(range(1, last + 1))
@@ -235,7 +236,10 @@ def test_one_run_that_is_stopped_killed_and_finished(
         record["history"]["item"]["_step"]: record["history"]["item"]["loss"]
         for start in starts for record in start if record["type"] == "history" and "loss" in record["history"]["item"]
     }  # fmt: skip
-    assert losses == expected
+    # what it had not written when it was killed; the run goes on from a checkpoint behind that
+    lost = expected.keys() - losses.keys()
+    assert all(stopped < step <= killed for step in lost)
+    assert losses == {step: loss for step, loss in expected.items() if step not in lost}
 
 
 def test_a_run_that_fails(packages: Path, tmp_path: Path, tiny_model: Path, tiny_data: Path) -> None:

@@ -23,6 +23,7 @@ from tests.distributed.pool import RankPool
 from tests.distributed.reference import in_full, in_our_layout
 from tests.families.configs import tiny_model
 from tests.families.test_replay import choosing
+from tests.rounding import AFTER_ADAMW
 from tests.tiny import save_tokenizer
 
 trl = pytest.importorskip("trl")
@@ -172,7 +173,8 @@ def test_updates_use_the_experts_of_the_generation(
     ours, log = ranks.run(trained, 2, model, tmp_path / "ours", loaded, of_trl, generates)[0]
     assert len(ours) == len(theirs) == SETTINGS["max_steps"]
     errors = [difference(*pair) for pair in zip(ours, theirs, strict=True)]
-    assert max(errors) <= MOST, errors
+    # the gradients of RLOO's samples nearly cancel, and later ones are of what AdamW made of that
+    assert max(errors) <= (AFTER_ADAMW if of_trl == "RLOO" else MOST), errors
     changed = [line["router_replay_changed"] for line in log if "loss" in line]
     assert changed[-1] > 0.02, changed
 

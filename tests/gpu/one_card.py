@@ -43,7 +43,8 @@ def assert_near(found: Ended, expected: Ended, model: Path, tolerance: float, of
     """Losses and gradient norms of each step, and what training has changed in each weight."""
     assert found.values("tokens") == expected.values("tokens")
     for name in ("loss", "grad_norm"):
-        assert found.values(name) == pytest.approx(expected.values(name), rel=tolerance), name
+        values, wanted = found.values(name), expected.values(name)
+        assert values == pytest.approx(wanted, rel=tolerance), (name, values, wanted)
     before, weights, others = read(model), found.weights, expected.weights
     assert weights.keys() == others.keys()
     most = tolerance if of_weights is None else of_weights

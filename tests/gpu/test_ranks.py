@@ -61,7 +61,8 @@ def test_in_bf16(card_runs: Runs, device: str, more: str, tmp_path: Path) -> Non
         run_on(device, card_runs, number, f"--bf16 --ep-size {number} {more}", tmp_path / str(number))
         for number in (1, 2)
     )
-    assert_near(two, one, card_runs.model, 1e-2, of_weights=0.1)
+    # after two updates of weights that are rounded to bf16, norms are off by 1.4 % on one CPU
+    assert_near(two, one, card_runs.model, 3e-2, of_weights=0.1)
 
 
 @pytest.mark.slow

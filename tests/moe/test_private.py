@@ -105,6 +105,7 @@ CHANGED: dict[str, Any] = {
     "FSDPParamGroup": Otherwise,
     "FSDPState": Otherwise,
     "ShardingPropagator": Otherwise,
+    "register_flash_attention_fa4": otherwise,
     "_distributed_c10d": ModuleType("_distributed_c10d"),
     "_config": ModuleType("_config"),
 }
