@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...checkpoints.training_state.resuming import ResumableOptimizer
 from ...moe import torch_private
 from ...moe.util.gpu import takes_triton
 from ...moe.util.step_parts import register_step_part, writes
@@ -27,7 +26,7 @@ from ...sharding.parallelize.parallelize import zeros_by_rows
 from ...sharding.state import local_tensor
 from ..config.optimizers import block_size
 from .matrices import stack_size
-from .updates import Compiled, decayed_and_changed, numbers_beside, put
+from .updates import Compiled, QueuedUpdates, decayed_and_changed, numbers_beside, put
 
 register_step_part(
     __name__,
@@ -159,7 +158,7 @@ def _to_8bit(
     update.put(largest_PB, scales_PB)
 
 
-class _AdamW(ResumableOptimizer):
+class _AdamW(QueuedUpdates):
     """AdamW (Loshchilov and Hutter 2019, as `torch.optim.AdamW` computes it) over a subclass's own form of state.
 
     Args:
@@ -169,7 +168,6 @@ class _AdamW(ResumableOptimizer):
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self._queued: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -193,14 +191,6 @@ class _AdamW(ResumableOptimizer):
                     # of a small parameter a rank may have nothing
                     if local_tensor(stack[0].grad).numel() > 0:  # type: ignore[arg-type]
                         self._update(stack, update)
-
-    def queue_step(self, scale: Tensor, is_skipped: Tensor) -> None:
-        """See `training.steps.step.QueuesStep`."""
-        self._queued = (scale, is_skipped)
-        try:
-            self.step()
-        finally:
-            self._queued = (None, None)
 
     def _step_of(self, parameter: Tensor) -> Tensor:
         """How many updates a parameter has had, scalar; its state is made if it has none."""

@@ -18,7 +18,7 @@ from ...sharding.collectives.warm_up import warm_up
 from ...sharding.mesh import Mesh
 from ...sharding.state import StateTensor, local_tensor
 from .adamw import AdamW
-from .updates import Compiled, decayed_and_changed, numbers_beside, put
+from .updates import NOT_QUEUED, Compiled, Queued, decayed_and_changed, numbers_beside, put
 
 register_step_part(__name__, "optimizer step", kernels={"change_weight": writes(updates=("weight_RD",))})
 
@@ -312,6 +312,8 @@ class MatrixOptimizer(ResumableOptimizer):
         device: where the model computes, and so these matrices; gradients may lie in host memory.
     """
 
+    _queued: Queued = NOT_QUEUED
+
     def __init__(
         self,
         dense: Sequence[Matrix],
@@ -327,7 +329,6 @@ class MatrixOptimizer(ResumableOptimizer):
         self.param_groups += adamw.param_groups
         adamw.state = self.state
         self.adamw = adamw
-        self._queued: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
         self.device = torch.device(mesh.grid.device_type)
         self.lots: list[Lot] = []
         groups = mesh.dense_shards.get_group(), mesh.dp.get_group()

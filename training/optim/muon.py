@@ -12,7 +12,7 @@ from ...moe.util.step_parts import register_step_part, writes
 from ...sharding.mesh import Mesh
 from .adamw import AdamW
 from .matrices import Matrix, MatrixOptimizer, RowRun
-from .updates import Compiled, put
+from .updates import Compiled, QueuedUpdates, put
 
 register_step_part(
     __name__,
@@ -26,7 +26,7 @@ MOMENTUM, COEFFICIENTS, EPSILON = 0.95, (3.4445, -4.7750, 2.0315), 1e-7
 """Coefficients of Jordan et al. 2024 (kellerjordan.github.io/posts/muon), and torch.optim.Muon's defaults."""
 
 
-class Muon(MatrixOptimizer):
+class Muon(QueuedUpdates, MatrixOptimizer):
     """Muon (`torch.optim.Muon`, its learning rate adjusted as `match_rms_adamw` does, so that AdamW's learning rate and
     weight decay carry over) for matrices, and an AdamW for other parameters.
 
@@ -54,14 +54,6 @@ class Muon(MatrixOptimizer):
 
     def _begin(self, parameter: Tensor) -> None:
         self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-
-    def queue_step(self, scale: Tensor, is_skipped: Tensor) -> None:
-        """See `training.steps.step.QueuesStep`."""
-        self._queued = (scale, is_skipped)
-        try:
-            self.step()
-        finally:
-            self._queued = (None, None)
 
     def _pieces(self, run: RowRun) -> list[Tensor]:
         """Nesterov momentum, once these rows' gradients are taken into it."""

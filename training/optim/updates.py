@@ -7,7 +7,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...checkpoints.training_state.resuming import ResumableOptimizer
 from ...moe.util.gpu import takes_triton
+
+Queued = tuple[Tensor, Tensor] | tuple[None, None]
+NOT_QUEUED: Queued = (None, None)
+
+
+class QueuedUpdates(ResumableOptimizer):
+    """Its updates take from `_queued` what divides the gradients, and what leaves all as it was where it is not 0."""
+
+    _queued: Queued = NOT_QUEUED
+
+    def queue_step(self, scale: Tensor, is_skipped: Tensor) -> None:
+        """See `training.steps.step.QueuesStep`."""
+        self._queued = (scale, is_skipped)
+        try:
+            self.step()
+        finally:
+            self._queued = NOT_QUEUED
 
 
 class Compiled:
