@@ -51,6 +51,7 @@ def save_model(path: Path, family: str, tokenizer: Any, is_collapsed: bool) -> N
     tokenizer.save_pretrained(path)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("is_collapsed", [False, True], ids=["healthy", "collapsed"])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "granitemoe", "gpt_oss"])
 def test_who_is_warned_of_a_collapse(runs: Runs, practice_files: Path, family: str, is_collapsed: bool) -> None:

@@ -73,7 +73,9 @@ def runs_on(data: str, phase: str, runs: Runs, directory: Path) -> Runs:
 
 @pytest.mark.parametrize(
     ("phase", "data", "number"),
-    tiered(QUICK, slow=[case for case in CASES if case not in QUICK]),
+    tiered(
+        QUICK, [case for case in CASES[::2] if case not in QUICK], [case for case in CASES[1::2] if case not in QUICK]
+    ),
     ids=lambda value: signal.Signals(value).name if isinstance(value, int) else value,
 )
 def test_resumed_it_is_the_run_that_was_never_cut(

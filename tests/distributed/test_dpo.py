@@ -124,7 +124,9 @@ FURTHER = {
 }
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in FURTHER)])
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS, *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.sample(2)]) for name in FURTHER)]
+)
 def test_with_any_layout(layout: str, runs: Runs) -> None:
     number, flags = (LAYOUTS | FURTHER)[layout]
     held_out = f"--eval-dataset {runs.data} --eval-steps 2"

@@ -22,7 +22,7 @@ from tests.distributed.reference import in_full
 from tests.images import FAMILIES, ImageSample, answer, collated, image_model, is_vision, sample, samples_of, stepped
 from tests.parity.kept import in_our_layout
 from tests.rounding import AFTER_ADAMW, OTHER_ORDER, error_beyond, gradient_errors, near
-from tests.tiers import tiered
+from tests.tiers import tiered, two_diagonals
 
 BOTH = ["tower", "projector"]
 ON_CPU: dict[str, Any] = {"router_aux_loss_coef": 0.0, "use_cpu": True}
@@ -106,15 +106,16 @@ def is_trained(name: str, trained: Sequence[str]) -> bool:
 
 
 QUICK = [("qwen3_vl_moe", "4 ep 2")]
-SLOW = [
+REST = [
     (family, layout)
     for family in FAMILIES
     for layout in LAYOUTS
     if (family, layout) not in QUICK and not (family in NOT_DIVIDED and "tp 2" in layout)
 ]
+SLOW = [pair for pair in two_diagonals(FAMILIES, [*LAYOUTS]) if pair in REST]
 
 
-@pytest.mark.parametrize(("family", "layout"), tiered(QUICK, SLOW))
+@pytest.mark.parametrize(("family", "layout"), tiered(QUICK, SLOW, [pair for pair in REST if pair not in SLOW]))
 def test_with_any_layout(family: str, layout: str, ranks: RankPool, models: Any) -> None:
     path, model = models(family)
     samples = samples_of(model)
@@ -185,6 +186,7 @@ def trained_on(path: Path, out: Path, settings: dict[str, Any], samples: Sequenc
 
 
 @pytest.mark.slow
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("trained", [[], ["projector"], BOTH], ids=["frozen", "projector", "both"])
 @pytest.mark.parametrize(
     ("layout", "how"), [("1", as_it_is), ("4 ep 2", as_it_is), ("4 ep 2 pp 2", as_it_is), ("4 ep 2", in_units)]

@@ -79,6 +79,7 @@ LAYOUTS = {
 
 
 @pytest.mark.slow
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_with_any_layout(layout: str, runs: Runs) -> None:
     """With steps of a part of the data, of which the last one is short."""

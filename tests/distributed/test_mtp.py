@@ -103,7 +103,7 @@ REST = [
 
 @pytest.mark.parametrize(
     ("family", "layout", "detach"),
-    [*CASES, *(pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.sample(2)]) for case in REST)],
+    [*CASES, *(pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.sample(6)]) for case in REST)],
 )
 def test_with_any_layout(
     family: str, layout: str, detach: bool, ranks: RankPool, models: dict[str, tuple[Path, Predicting]]

@@ -44,7 +44,7 @@ COMMON = (
     "flags",
     [
         pytest.param("", marks=pytest.mark.slow),
-        pytest.param("--adapter lora --base-dtype nf4", marks=pytest.mark.slow),
+        pytest.param("--adapter lora --base-dtype nf4", marks=pytest.mark.release),
         pytest.param("--optim adamw_torch_8bit", marks=pytest.mark.release),
     ],
 )

@@ -145,8 +145,10 @@ FURTHER = {
 }
 
 
-@pytest.mark.parametrize("teacher", ["teacher", pytest.param("dense", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in FURTHER)])
+@pytest.mark.parametrize("teacher", ["teacher", pytest.param("dense", marks=[pytest.mark.slow, pytest.mark.sample(3)])])
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS, *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.sample(3)]) for name in FURTHER)]
+)
 def test_with_any_layout(layout: str, teacher: str, runs: Runs, models: dict[str, Path]) -> None:
     number, of_layout = (LAYOUTS | FURTHER)[layout]
     held_out = f"--eval-dataset {runs.data} --eval-steps 2"

@@ -162,15 +162,15 @@ def compare_with_hand(
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "deepseek_v3")) for name in FAMILIES]
+    "family", [pytest.param(name, marks=[pytest.mark.slow] * (name != "deepseek_v3")) for name in FAMILIES]
 )
-def test_every_family(ranks: RankPool, tmp_path: Path, name: str) -> None:
+def test_every_family(ranks: RankPool, tmp_path: Path, family: str) -> None:
     """On one rank; refused by name, or as transformers' class that is given the same experts."""
-    if name in NOT_REPLAYED:
-        tiny_model(name, seed=1).save_pretrained(tmp_path)
-        assert NOT_REPLAYED[name] in ranks.run(refused, 1, tmp_path, 2)[0]
+    if family in NOT_REPLAYED:
+        tiny_model(family, seed=1).save_pretrained(tmp_path)
+        assert NOT_REPLAYED[family] in ranks.run(refused, 1, tmp_path, 2)[0]
         return
-    compare_with_hand(ranks, tmp_path, name, 1, {"attn_implementation": "eager"}, {})
+    compare_with_hand(ranks, tmp_path, family, 1, {"attn_implementation": "eager"}, {})
 
 
 @pytest.mark.slow

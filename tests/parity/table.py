@@ -37,7 +37,7 @@ HALF = SAMPLES[:16]
 MAIN: list[Row] = [
     *rows(
         "auxiliary losses",
-        "1 | 4 ep 2 | 4 ep 4, slow | 2, slow | 8 ep 4, release | 8 ep 8, release",
+        "1 | 4 ep 2 | 4 ep 4, slow | 2, release | 8 ep 4, release | 8 ep 8, release",
         samples=SAMPLES,
         **AUX,
     ),
@@ -57,14 +57,14 @@ DIVIDED: list[Row] = [
     *rows("tp", "2 tp 2", **HEADS, **AUX, **GROUPED),
     *rows(
         "tp, 2 micro-batches",
-        "4 ep 2 tp 2 hybrid | 4 ep 4 tp 4, slow | 4 ep 4 cp 2 tp 2, slow | 4 ep 2 pp 2 tp 2, slow",
+        "4 ep 2 tp 2 hybrid | 4 ep 4 tp 4, slow | 4 ep 4 cp 2 tp 2, release | 4 ep 2 pp 2 tp 2, release",
         **(HEADS | FULL),
         z=0.01,
         accumulation=2,
     ),
     *rows(
         "tp, recomputed in part",
-        "4 ep 4 cp 2 tp 2, slow | 4 ep 2 tp 2, slow | 8 ep 2 pp 2 tp 2, release | 4 ep 4 tp 4, slow",
+        "4 ep 4 cp 2 tp 2, slow | 4 ep 2 tp 2, release | 8 ep 2 pp 2 tp 2, release | 4 ep 4 tp 4, release",
         **(HEADS | AUX | SELECTIVE),
     ),
     *rows("tp, compiled", "4 ep 4 cp 2 tp 2, slow", **HEADS, z=0.01, compile=True, within=within.aot_eager),
@@ -73,10 +73,12 @@ DIVIDED: list[Row] = [
     *rows("tp, shampoo", "4 ep 4 cp 2 tp 2, slow", **HEADS, z=0.01, **SHAMPOO),
     *rows("cp", "2 ep 2 cp 2", samples=HALF, **AUX, **GROUPED),
     *rows("cp, 2 micro-batches", "4 ep 2 cp 2 | 4 ep 4 cp 4, slow", samples=HALF, z=0.01, accumulation=2, **FULL),
-    *rows("cp, in part", "4 ep 2 cp 2 hybrid, slow | 4 ep 4 cp 2, slow", samples=HALF, **AUX, **SELECTIVE, **GROUPED),
+    *rows(
+        "cp, in part", "4 ep 2 cp 2 hybrid, slow | 4 ep 4 cp 2, release", samples=HALF, **AUX, **SELECTIVE, **GROUPED
+    ),
     *rows(
         "pp",
-        "4 ep 2 pp 2 | 2 pp 2, slow | 4 pp 2, slow | 4 pp 4, slow | 8 ep 2 pp 2, release",
+        "4 ep 2 pp 2 | 2 pp 2, slow | 4 pp 2, release | 4 pp 4, release | 8 ep 2 pp 2, release",
         samples=SAMPLES,
         z=0.01,
         accumulation=4,
@@ -89,7 +91,7 @@ TWO_EXPERTS: dict[str, Any] = {"num_local_experts": 2}
 OPTIMIZERS: list[Row] = [
     *rows("muon", "2 ep 2 | 4 ep 2 hybrid, slow", samples=HALF, z=0.01, **MUON),
     *rows("muon, 2 experts", "4, slow", samples=HALF, z=0.01, changes=TWO_EXPERTS, **MUON),
-    *rows("shampoo", "1, slow | 4 ep 2 hybrid, slow | 4 ep 4, slow", samples=HALF, z=0.01, **SHAMPOO),
+    *rows("shampoo", "1, slow | 4 ep 2 hybrid, release | 4 ep 4, release", samples=HALF, z=0.01, **SHAMPOO),
     *rows("shampoo, 2 experts", "4, slow", samples=HALF, z=0.01, changes=TWO_EXPERTS, **SHAMPOO),
 ]
 
@@ -120,13 +122,13 @@ EDGES: list[Row] = [
     *rows("2 experts", "4 ep 2, slow | 8 ep 2 hybrid, release", samples=SAMPLES, balance=0.05, changes=TWO_EXPERTS),
     *rows("4 experts", "4 ep 4, slow", samples=SAMPLES, balance=0.05, changes={"num_local_experts": 4}),
     *rows("6 experts, top 3", "4 ep 2 hybrid", samples=SAMPLES, balance=0.05, changes=SMALL),
-    *rows("tied", "4 ep 2 hybrid, slow | 4 ep 4, slow", samples=SAMPLES, balance=0.05, changes=TIED),
+    *rows("tied", "4 ep 2 hybrid, slow | 4 ep 4, release", samples=SAMPLES, balance=0.05, changes=TIED),
     *rows("window", "4 ep 2, slow", samples=SAMPLES, balance=0.05, changes=WINDOW),
     # DeepSeek-V4's compressors make one of 4 and of 8 tokens: sequences that reach both, one, and none
     *(
         row
         for name, lengths, where in (
-            ("reached on one rank", (20, 3), "2, slow | 4 ep 2 hybrid, slow"),
+            ("reached on one rank", (20, 3), "2, slow | 4 ep 2 hybrid, release"),
             ("each reached on another", (5, 20), "2 ep 2, slow"),
             ("reached on no rank", (3, 3), "2, slow"),
             ("reached by turns", (3, 20, 20, 3), "4 ep 2 pp 2, slow"),
@@ -154,7 +156,7 @@ WRAPPED = {name: value for name, value in PACKED.items() if name != "z"} | {
 }
 SHORT_WINDOW = {"sliding_window": 6}
 PACKING: list[Row] = [
-    *rows("packed", "2 ep 2 | 1, slow | 4 ep 2, slow", **PACKED, attention="sdpa", **SELECTIVE),
+    *rows("packed", "2 ep 2 | 1, slow | 4 ep 2, release", **PACKED, attention="sdpa", **SELECTIVE),
     *rows("packed, eager", "1", **PACKED, attention="eager"),
     *rows("packed, split texts", "2 ep 2", **(PACKED | {"samples": split_texts([61, 5, 40, 17, 2], 16)})),
     # where a token beyond the sequence is routed and balanced by transformers alone
@@ -188,7 +190,7 @@ AS_ON_GPU: dict[str, Any] = {
     **BF16, **GROUPED,
 }  # fmt: skip
 LAYOUTS: list[Row] = [
-    *rows("8 bit", "4 ep 2, slow | 4 ep 4, slow", **LOW_BIT, optim="adamw_torch_8bit", allowed=NEAR_8BIT),
+    *rows("8 bit", "4 ep 2, slow | 4 ep 4, release", **LOW_BIT, optim="adamw_torch_8bit", allowed=NEAR_8BIT),
     *rows(
         "AdamW in bf16", "4 ep 2 hybrid, slow", **LOW_BIT, optim="adamw_bf16", allowed=replace(NEAR_BF16, grads=3e-4)
     ),
@@ -253,7 +255,7 @@ BITS: list[Row] = [
     *rows("in chunks, frozen", "2 ep 2, slow", **IN_THREE, **FULL, freeze=["experts"]),
     *rows("in chunks, copies", "4 ep 2 hybrid, slow", **IN_THREE, **SELECTIVE, **BF16, reshard_after_forward=False),
     *rows("again", "2 ep 2", **(AGAIN | {"against": {}}), **AUX, **BF16, changes=NOISE),
-    *rows("in full, noise", "2, slow | 4 ep 2, slow", **AGAIN, **AUX, **BF16, **FULL, changes=NOISE),
+    *rows("in full, noise", "2, slow | 4 ep 2, release", **AGAIN, **AUX, **BF16, **FULL, changes=NOISE),
     *rows("in part, noise", "1 | 4 ep 4, slow", **AGAIN, **AUX, **SELECTIVE, changes=NOISE),
     *rows("in part, an expert a rank", "2 ep 2", **AGAIN, **SELECTIVE, **GROUPED, changes=TWO_EXPERTS),
     *rows("in part, biases", "2 ep 2, slow", **AGAIN, **SELECTIVE, **GROUPED, family="gpt_oss"),
@@ -265,15 +267,15 @@ BITS: list[Row] = [
     *rows("activations offloaded", "2 ep 2", **AGAIN, **AWAY, accumulation=2),
     *rows("activations offloaded, adapters", "2, slow", **AGAIN, **(AWAY | SELECTIVE), **DROPOUT),
     *rows("activations offloaded, biases", "2 ep 2, slow", **AGAIN, **AWAY, **BF16, family="gpt_oss"),
-    *rows("MXFP4 as published", "1 | 2 ep 2, slow | 4 ep 2 hybrid, slow | 4, slow", **AS_PUBLISHED, **FULL),
-    *rows("MXFP4 as published, bf16", "2, slow | 4 ep 2, slow", **AS_PUBLISHED, **SELECTIVE, **BF16, **GROUPED),
+    *rows("MXFP4 as published", "1 | 2 ep 2, slow | 4 ep 2 hybrid, release | 4, release", **AS_PUBLISHED, **FULL),
+    *rows("MXFP4 as published, bf16", "2, slow | 4 ep 2, release", **AS_PUBLISHED, **SELECTIVE, **BF16, **GROUPED),
     *rows("MXFP4 as published, tp", "4 ep 2 tp 2, slow", **(AS_PUBLISHED | {"family": "mixtral"}), **BF16),
     *rows("MXFP4 as published, stages", "4 ep 2 pp 2, slow", **AS_PUBLISHED, **KEPT, accumulation=4, overlap_chunks=2),
     *rows("a few experts at a time, nf4", "2 ep 2", **IN_PARTS, **SELECTIVE, base_dtype="nf4"),
     *rows("a few experts at a time, fp8", "2 ep 2, slow", **IN_PARTS, **FULL, **GROUPED, base_dtype="fp8"),
     *rows("a few experts at a time, MXFP4", "2 ep 2, slow", **(AS_PUBLISHED | IN_PARTS)),
-    *rows("experts offloaded", "1 | 2 ep 2, slow | 2, slow", **FROM_HOST, **FULL, **GROUPED, base_dtype="nf4"),
-    *rows("experts offloaded, not recomputed", "1, slow | 4 ep 2 tp 2, slow", **FROM_HOST, **BF16),
+    *rows("experts offloaded", "1 | 2 ep 2, slow | 2, release", **FROM_HOST, **FULL, **GROUPED, base_dtype="nf4"),
+    *rows("experts offloaded, not recomputed", "1, slow | 4 ep 2 tp 2, release", **FROM_HOST, **BF16),
     *rows("experts offloaded, frozen", "4 ep 2, slow", **(FROM_HOST | {"adapter": "none"}), freeze=["experts"]),
     *rows("experts offloaded, attention", "2 ep 2, slow", **FROM_HOST, **SELECTIVE, lora_targets=["attention"]),
     *rows("experts offloaded, stages", "4 ep 2 pp 2, slow", **FROM_HOST, **FULL, **BF16, **ZERO_BUBBLE),

@@ -82,9 +82,9 @@ def answer(row: Row, seed: int, nudged: bool = False, case: Case | None = None) 
 
 
 def of_rows(quick: int) -> list[Any]:
-    """The rows that differ in what transformers is asked; some of them in `make test`, a third in `make test-rest`."""
+    """The rows that differ in what transformers is asked; some of them in `make test`, a sixth in `make test-rest`."""
     rows = list({f"{reference.question(row.case)} {row.case.changes}": row for row in (*FEW, *ORDERED)}.values())
-    marks = [() if i < quick else pytest.mark.release if i % 3 else pytest.mark.slow for i in range(len(rows))]
+    marks = [() if i < quick else pytest.mark.release if i % 6 else pytest.mark.slow for i in range(len(rows))]
     return [pytest.param(row, id=row.name, marks=mark) for row, mark in zip(rows, marks, strict=True)]
 
 

@@ -10,6 +10,7 @@ import pytest
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.parser import flag_of
 from expertmesh.training.config.train_config import SETTINGS, GivenSettings, TrainConfig, as_flag, make_parser
+from tests.tiers import tiered
 from tests.training.other_values import BESIDE, other
 
 DEFAULTS = TrainConfig(model="m", dataset=["d"])
@@ -43,8 +44,9 @@ def named(text: str) -> set[str]:
     return {name for name in SETTINGS if flag_of(name) in flags}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("hostile", HOSTILE, ids=lambda hostile: "".join(hostile) or "none")
+@pytest.mark.parametrize(
+    "hostile", tiered(slow=HOSTILE[:1], release=HOSTILE[1:]), ids=lambda hostile: "".join(hostile) or "none"
+)
 def test_every_pair(hostile: dict[str, Any]) -> None:
     for pair in PAIRS:
         check_together(given(*pair, **hostile))

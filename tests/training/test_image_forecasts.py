@@ -217,7 +217,7 @@ def test_a_large_tower_is_gathered_by_block() -> None:
 @pytest.mark.parametrize("is_large", [False, True])
 @pytest.mark.parametrize(
     ("family", "flags"),
-    tiered([CASES[0]], CASES[1:]),
+    tiered([CASES[0]], CASES[1:4], CASES[4:]),
 )
 def test_a_rank_without_images_calls_the_others_collectives(family: str, flags: dict[str, Any], is_large: bool) -> None:
     """On GPUs too, where units are gathered ahead: in the same order, and of the same sizes."""
@@ -250,6 +250,7 @@ def both(family: str, flags: dict[str, Any], is_large: bool) -> list[tuple[list[
 
 
 @pytest.mark.slow
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", QUICK)
 @pytest.mark.parametrize("flags", [{}, {"train_vision": []}, {"gradient_checkpointing": "full"}], ids=str)
 @pytest.mark.parametrize("is_large", [False, True])
