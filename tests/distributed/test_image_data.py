@@ -134,10 +134,11 @@ PARTS = {
 SAVING = "--images --max-steps 6 --save-steps 2 --learning-rate 1e-2 --logging-steps 1 --max-seq-length 64"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parts", "layout"),
-    [("tower", "2 ep 2 packed"), ("tower", "4 ep 2 pp 2"), ("LoRA", "2 ep 2"), ("LoRA", "2 cp 2")],
+    tiered(
+        slow=[("tower", "2 ep 2 packed"), ("LoRA", "2 cp 2")], release=[("tower", "4 ep 2 pp 2"), ("LoRA", "2 ep 2")]
+    ),
 )
 def test_resumed_it_is_the_run_that_was_never_stopped(parts: str, layout: str, runs: Runs, tmp_path: Path) -> None:
     """To the last bit: after a signal, and from the checkpoint that a kill leaves; elsewhere, within rounding."""

@@ -15,6 +15,7 @@ from expertmesh.training.model_setup.lora_targets import adapt
 from tests.distributed.pool import RankPool
 from tests.families.configs import TEXT_IDS, load_model, tiny_model
 from tests.rounding import OTHER_ORDER
+from tests.tiers import tiered
 from tests.tiny import relative_error, save_tokenizer
 
 peft = pytest.importorskip("peft")
@@ -72,7 +73,10 @@ def _begun(base: Path, work: Path, adapters: list[str], forms: list[str]) -> Non
     ("family", "kinds"),
     [
         ("qwen3_moe", ["all-linear", "alpha", "not one layer"]),
-        *(pytest.param(each, list(BY_PEFT), marks=pytest.mark.slow) for each in (*BY_EXPERT, "gpt_oss")),
+        *tiered(
+            slow=[(each, list(BY_PEFT)) for each in ("mixtral", "gpt_oss")],
+            release=[(each, list(BY_PEFT)) for each in BY_EXPERT if each != "mixtral"],
+        ),
     ],
 )
 def test_every_tool_computes_the_same(family: str, kinds: list[str], ranks: RankPool, tmp_path: Path) -> None:

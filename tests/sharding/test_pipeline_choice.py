@@ -22,6 +22,7 @@ from expertmesh.training.planning.rank_memory import _forecast_alone
 from expertmesh.training.planning.rehearsal import rehearse_command
 from tests.sharding.planned import ByFormula, cluster_of, flags_of
 from tests.sharding.test_planner_pipelines import EIGHT_LAYERS, PLENTY, asked_of
+from tests.tiers import tiered
 from tests.tiny import tiny_config
 
 WIDE = EIGHT_LAYERS | {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 12}
@@ -117,8 +118,7 @@ def test_stages_of_a_rank_are_balanced_against_one_another() -> None:
     assert (len(found[3]), len(found[7])) == (1, 1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "interleaved"])
+@pytest.mark.parametrize("schedule", tiered(slow=["interleaved"], release=["1f1b", "zero-bubble"]))
 def test_plan_and_dry_run_and_run_tell_one_memory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], schedule: str
 ) -> None:

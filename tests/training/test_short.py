@@ -15,6 +15,7 @@ from expertmesh.training.planning.rehearsal.engine import account_of, rehearsed_
 from expertmesh.training.planning.rehearsal.layer_kinds import kinds_of_layers
 from expertmesh.training.planning.rehearsal.short import Repeats, Short, runs_of
 from tests.families.configs import tiny_config
+from tests.tiers import tiered
 from tests.tiny import tiny_config as tiny_mixtral
 from tests.training.dry_runs import CLUSTER, SETTINGS, flags_of
 
@@ -223,15 +224,18 @@ def test_figures_of_a_stage_are_told_by_short_stages(name: str, stages: str, ran
     assert told.actions == pytest.approx(run.actions, rel=2e-2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "flags"),
-    [
-        ("mixtral", {"optim": "muon", "gradient_accumulation_steps": 2}),
-        ("mixtral", {"optim": "shampoo"}),
-        ("deepseek_v3", {"optim": "muon", "reshard_after_forward": False, "router_bias_update_rate": 1e-3}),
-        ("qwen3_moe", {"optim": "shampoo", "cp_size": 2, "tp_size": 2, "gradient_checkpointing": "full"}),
-    ],
+    tiered(
+        slow=[
+            ("deepseek_v3", {"optim": "muon", "reshard_after_forward": False, "router_bias_update_rate": 1e-3}),
+            ("qwen3_moe", {"optim": "shampoo", "cp_size": 2, "tp_size": 2, "gradient_checkpointing": "full"}),
+        ],
+        release=[
+            ("mixtral", {"optim": "muon", "gradient_accumulation_steps": 2}),
+            ("mixtral", {"optim": "shampoo"}),
+        ],
+    ),
     ids=str,
 )
 def test_updates_of_matrices_are_those_of_all_layers(family: str, flags: dict[str, Any]) -> None:
