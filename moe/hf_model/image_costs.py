@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..experts.model_facts import key_of_facts
 from ..util.errors import ExpertMeshError
+from ..util.tensors import tensors_in
 from .facts_cache import keep_trial, recall_trial
 from .images import GRID, ImageFacts, image_features, image_parameters, images_of
 from .probe import leaving_no_trace
@@ -156,14 +156,13 @@ class KnownValues(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = tensors_in(args, kwargs)
         if all(map(is_known, tensors)) and (tensors or operator.overloadpacket is aten.arange):
             with _disable_current_modes():
                 result = operator(*args, **kwargs)
             if any(vars(tensor).get(_THERE) for tensor in tensors):
-                for leaf in tree_leaves(result):
-                    if isinstance(leaf, Tensor):
-                        setattr(leaf, _THERE, True)
+                for tensor in tensors_in(result):
+                    setattr(tensor, _THERE, True)
             return result
         if operator in _BY_MASK:
             args = (args[0], [index for each in args[1] for index in _places(each)], *args[2:])

@@ -21,13 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from ..experts.forward import current_forward
 from ..experts.layout import expert_modules
 from ..transformers_private import mentions
 from ..util.change_order import begin_change
 from ..util.errors import ExpertMeshError
+from ..util.tensors import tensors_in
 
 PIXELS = "pixel_values"
 KINDS = "mm_token_type_ids"
@@ -228,7 +229,7 @@ class _BringingTo(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        devices = {leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()}
+        devices = {tensor.device for tensor in tensors_in(args, kwargs) if tensor.dim()}
         if len(devices) > 1 and self.device in devices:
             if function is Tensor.__getitem__ and _is_mask(args[1]):
                 # how many places it has is known in host memory alone
@@ -277,8 +278,7 @@ def image_features(model: Any, inputs: Mapping[str, Tensor]) -> list[Tensor]:
         inputs: in the order of `ImageFacts.inputs`.
     """
     found = inner_model(model).get_image_features(*inputs.values(), return_dict=True)
-    leaves = tree_leaves([found.pooler_output, found.get("deepstack_features") or []])
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return tensors_in(found.pooler_output, found.get("deepstack_features"))
 
 
 def image_prefixes(model: Any) -> tuple[str, ...]:
@@ -372,7 +372,7 @@ def _parent(path: str) -> str:
 
 
 def _number_of_rows(features: Any) -> int:
-    return sum(leaf.shape[:-1].numel() for leaf in tree_leaves(features))
+    return sum(tensor.shape[:-1].numel() for tensor in tensors_in(features))
 
 
 def _rows(features: Any, rows_N: Tensor) -> Any:

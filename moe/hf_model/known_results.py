@@ -10,7 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from ..util.tensors import tensors_in
 
 _OF_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 """Tags of operators whose results do not follow from what arguments look like, or that change how one looks."""
@@ -118,8 +119,7 @@ class KnownResults:
         for number, given in enumerate(args):
             if isinstance(given, Tensor) and given.untyped_storage()._cdata == storage._cdata:
                 return Result(*looks, number, given is tensor)
-        others = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        is_alone = all(other.untyped_storage()._cdata != storage._cdata for other in others)
+        is_alone = all(x.untyped_storage()._cdata != storage._cdata for x in tensors_in(args, kwargs))
         elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         is_full = storage.nbytes() == (elements if tensor.numel() else 0) * tensor.element_size()
         return Result(*looks) if is_alone and is_full and tensor.storage_offset() == 0 else False

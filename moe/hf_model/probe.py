@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ..experts.layout import expert_modules
 from ..experts.model_facts import Attention, ProbedFacts, SeenExperts
@@ -26,6 +25,7 @@ from ..experts.replay import SeesChoices
 from ..experts.router_stats import LOG_SCORES, UNKNOWN, RouterKind
 from ..torch_private import CalledDirectly
 from ..util.errors import ExpertMeshError
+from ..util.tensors import tensors_in
 from .known_results import KnownResults, Result
 
 _POSITIONS = 8
@@ -112,7 +112,7 @@ def unmet_by_text(model: Any) -> list[str]:
     used: dict[int, Tensor] = {}
 
     def note_tensors(operator: Any, args: Any, kwargs: Any) -> None:
-        used.update((id(leaf), leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        used.update((id(tensor), tensor) for tensor in tensors_in(args, kwargs))
 
     with _on_meta(model) as calls, _BeforeOperators(note_tensors), _noting_calls(model) as called:
         _run(model.eval(), "does not run on text alone")

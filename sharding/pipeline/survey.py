@@ -24,6 +24,7 @@ from ...moe.hf_model.build import fp32_parameters, without_computing
 from ...moe.hf_model.images import images_of
 from ...moe.hf_model.mtp import final_norm, mtp_of
 from ...moe.util.errors import ExpertMeshError
+from ...moe.util.tensors import tensors_in
 from ..dataflow import BEFORE, Dim, Given, Leaf, Survey
 
 _SIZES = ((2, 24), (3, 40), (2, 3000))
@@ -165,10 +166,9 @@ class _Run:
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             self.layer, self.place = None, number + 1
             self.given[number] = output
-            for leaf in tree_leaves(output):
-                if isinstance(leaf, Tensor):
-                    self._set_origins(leaf, frozenset({number}))
-                    self._inside.pop(_storage(leaf), None)
+            for tensor in tensors_in(output):
+                self._set_origins(tensor, frozenset({number}))
+                self._inside.pop(_storage(tensor), None)
 
         return leave
 
@@ -180,7 +180,7 @@ class _Run:
 
     def saw(self, operator: Any, args: Any, kwargs: Any, out: Any) -> None:
         """An operator has run."""
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = tensors_in(args, kwargs)
         found = frozenset[int]().union(*(self._origins_of(tensor) for tensor in inputs))
         named = [self.names[id(tensor)] for tensor in inputs if id(tensor) in self.names]
         for name in named:
@@ -197,12 +197,12 @@ class _Run:
         elif named and self.place == 0:
             origins = frozenset({BEFORE})
         storages = {_storage(tensor) for tensor in inputs}
-        for leaf in tree_leaves(out):
+        for tensor in tensors_in(out):
             # a view has what its base has, unless it was written to
-            if isinstance(leaf, Tensor) and (_storage(leaf) not in storages or operator._schema.is_mutable):
-                self._set_origins(leaf, origins)
+            if _storage(tensor) not in storages or operator._schema.is_mutable:
+                self._set_origins(tensor, origins)
                 if self.layer in origins:
-                    self._inside[_storage(leaf)] = next(iter(origins))
+                    self._inside[_storage(tensor)] = next(iter(origins))
 
     def _set_origins(self, tensor: Tensor, origins: frozenset[int]) -> None:
         self._alive.append(tensor)

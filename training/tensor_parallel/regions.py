@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from ...moe.experts.forward import Forward, current_forward
 from ...moe.hf_model.tensor_plan import DividedModule
@@ -30,6 +30,7 @@ from ...moe.hf_model.trial import counts_tokens
 from ...moe.linear.division import part_of
 from ...moe.linear.linear import Linear, only_multiplies
 from ...moe.util.errors import ExpertMeshError
+from ...moe.util.tensors import tensors_in
 from ...sharding.collectives.tensor_parallel import TPGroup
 from ...sharding.state import computing_with
 from ..attention.complete_sequences import rearranges
@@ -225,7 +226,7 @@ class DividedRegion:
         if split is not None and split.cp_group.tp is not None:
             self.split = split
             return split
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(given)):
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors_in(given)):
             raise ExpertMeshError(
                 "--tp-size: calling the model gives no gradients, because the ranks of a tensor-parallel "
                 "group split batches; use the engine's step or forward_backward, or call the model under "
@@ -277,8 +278,7 @@ class ByToken(DividedRegion):
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.begin(module, args) is None:
             return None
-        others = [leaf for leaf in tree_leaves((args[1:], kwargs)) if isinstance(leaf, Tensor)]
-        if others or not isinstance(args[0], Tensor):
+        if tensors_in(args[1:], kwargs) or not isinstance(args[0], Tensor):
             raise self.unlike(module, "gets other tensors than its tokens")
         return (self.gather("0", args[0], 0), *args[1:]), kwargs
 

@@ -11,18 +11,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ....moe.experts.bf16_copies import WorkingWeights
 from ....moe.torch_private import CalledDirectly, watching_resizes
+from ....moe.util.tensors import tensors_in
 from ....sharding.state import has_dtensor, local_storage
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of an operator's argument or result."""
-    if isinstance(value, Tensor):
-        return [value]
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)] if isinstance(value, list | tuple) else []
 
 
 class Pausable:

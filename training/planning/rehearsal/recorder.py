@@ -33,6 +33,7 @@ from ....moe.torch_private import (
 )
 from ....moe.util.gpu import is_gpu
 from ....moe.util.step_parts import written_by
+from ....moe.util.tensors import tensors_in
 from ....sharding.pipeline.schedule import Action, SendReceive
 from ....sharding.state import has_dtensor
 from ...model_setup.rates import EIGEN_FLOPS, MEMORY, Operator, Work
@@ -40,7 +41,7 @@ from ...monitoring.attribution import FSDP, LASTING, Parts, StepPlace
 from ...steps.pipelined import PipelinedStep
 from ..planner.account import Moment
 from .liger_stand_in import recorded_liger
-from .live_memory import Pausable, tensors_in
+from .live_memory import Pausable
 from .triton_stand_in import kinds_of_kernels
 
 aten = torch.ops.aten
@@ -471,15 +472,11 @@ class _Known(NamedTuple):
                 value = kwargs[argument.name]
             else:
                 continue
-            is_tensor = isinstance(value, Tensor)
-            if not is_tensor and not isinstance(value, list | tuple):
+            if not (tensors := tensors_in(value)):
                 continue
             is_written = argument.is_written and (not argument.only_with or self._is_given(argument, args, kwargs))
             into = changed if is_written else read
-            if is_tensor:
-                into.append(value)
-            else:
-                into += tensors_in(value)
+            into += tensors
         return read, changed
 
     def _is_given(self, argument: _Argument, args: Any, kwargs: Any) -> bool:
