@@ -624,8 +624,9 @@ def test_an_evaluation_between_two_logs_takes_none_of_their_figures(tiny_model: 
     assert [line for line in others if "loss" in line] == [line for line in logged() if "loss" in line]
 
 
-def test_token_that_ends_answers(tiny_model: Path, tmp_path: Path) -> None:
+def test_token_that_ends_answers(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The argument reaches the data; without arguments the class's own are made for the engine's device."""
+    monkeypatch.chdir(tmp_path)  # where trl writes what has no other place
     for args in (trl.SFTConfig(str(tmp_path), **BASE, eos_token="~"), None):
         tokenizer = AutoTokenizer.from_pretrained(tiny_model)
         expected = tokenizer.eos_token_id if args is None else tokenizer.convert_tokens_to_ids("~")
