@@ -565,13 +565,13 @@ def test_an_expert_kernel_is_chosen_and_refused_by_name(capsys: pytest.CaptureFi
     choice = kernel_of(parse_config(flags), model, "cpu")
     assert choice.kernel is kernel
     assert choice.why == "asked for"
-    assert "Expert kernel: auto, loop, torch-grouped, megablocks-sparse, per-row" in help_text(capsys)
-    with pytest.raises(ExpertMeshError, match=r"use auto, loop, torch-grouped, megablocks-sparse, per-row$"):
+    assert "Expert kernel: auto, loop, torch-grouped, megablocks-sparse, quack, per-row" in help_text(capsys)
+    with pytest.raises(ExpertMeshError, match=r"use auto, loop, torch-grouped, megablocks-sparse, quack, per-row$"):
         parse_config([*flags[:-1], "per-rwo"])
     with pytest.raises(ExpertMeshError, match="brings its own GEMMs; leave out --expert-kernel per-row"):
         parse_config([*flags, "--bf16", "--expert-precision", "fp8"])
     use_kernel(model, kernel)
-    with pytest.raises(ExpertMeshError, match="--expert-kernel per-row recomputes them; use torch-grouped or loop"):
+    with pytest.raises(ExpertMeshError, match="per-row recomputes them; use quack, torch-grouped or loop"):
         keep_products(model, 1)
 
 
@@ -596,7 +596,7 @@ def test_auto_takes_an_expert_kernel_for_what_it_can_compute() -> None:
     with pytest.raises(ExpertMeshError, match="narrow needs expert widths of at most 64"):
         choose_kernel("narrow", KernelNeeds("cpu", torch.float32, ((64, 128),)))
     register_expert_kernel(computing(narrow, "fused", product=None, fused=LOOP.fused))
-    wrong = r"fused computes plain SwiGLU only.*; use narrow, per-row, torch-grouped or loop"
+    wrong = r"fused computes plain SwiGLU only.*; use narrow, per-row, quack, torch-grouped or loop"
     with pytest.raises(ExpertMeshError, match=wrong):
         choose_kernel("fused", KernelNeeds("cpu", torch.float32, ((64, 64),), is_swiglu=False))
 
