@@ -615,6 +615,15 @@ def test_an_expert_kernel_is_forecast(mixtral: Path, capsys: pytest.CaptureFixtu
     # another kernel of the same name may compute otherwise
     assert set(mixtral.rglob("*.json")) == kept
 
+    # one that no CPU has, and that need not be installed where a run is planned
+    for command in ("plan", "rehearse"):
+        names = "torch-grouped", "quack"
+        grouped, quack = (figures_of(command, mixtral, capsys, "--expert-kernel", name) for name in names)
+        assert quack == grouped
+    fp32 = ["--gpus", "2", "--ep-size", "2", "--max-seq-length", "32", "--expert-kernel", "quack"]
+    assert plan_or_rehearse(["rehearse", "--model", str(mixtral), *fp32]) == 2
+    assert "quack multiplies in bf16" in capsys.readouterr().err
+
     # one that auto takes on a GPU, and that no CPU has
     for_gpus = computing(
         replace(kernel, recorded_as="loop"),

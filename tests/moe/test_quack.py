@@ -147,8 +147,8 @@ def test_it_is_taken_where_it_is_asked_for(set_capability: SetCapability) -> Non
 
 
 def test_it_is_not_taken_otherwise(set_capability: SetCapability, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is its package imported."""
-    monkeypatch.delattr(quack, "_lacking")
+    """Nor is its package looked for."""
+    monkeypatch.delattr(quack, "_check_package")
     monkeypatch.setattr(quack, "installed_version", lambda package: "0.6.5")
     set_capability((9, 0))
     choice = choose_kernel("auto", needs())
