@@ -244,7 +244,8 @@ def describe(device: torch.device) -> str:
     import transformers
 
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
-    found = {package: installed_version(package) for package in ("triton", "megablocks", "stanford-stk")}
+    packages = ("triton", "megablocks", "stanford-stk", "quack-kernels")
+    found = {package: installed_version(package) for package in packages}
     versions += "".join(f", {package} {version}" for package, version in found.items() if version)
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, {versions}"

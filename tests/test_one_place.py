@@ -565,13 +565,13 @@ def test_an_expert_kernel_is_chosen_and_refused_by_name(capsys: pytest.CaptureFi
     choice = kernel_of(parse_config(flags), model, "cpu")
     assert choice.kernel is kernel
     assert choice.why == "asked for"
-    assert "Expert kernel: auto, loop, torch-grouped, megablocks-sparse, per-row" in help_text(capsys)
-    with pytest.raises(ExpertMeshError, match=r"use auto, loop, torch-grouped, megablocks-sparse, per-row$"):
+    assert "Expert kernel: auto, loop, torch-grouped, megablocks-sparse, quack, per-row" in help_text(capsys)
+    with pytest.raises(ExpertMeshError, match=r"use auto, loop, torch-grouped, megablocks-sparse, quack, per-row$"):
         parse_config([*flags[:-1], "per-rwo"])
     with pytest.raises(ExpertMeshError, match="brings its own GEMMs; leave out --expert-kernel per-row"):
         parse_config([*flags, "--bf16", "--expert-precision", "fp8"])
     use_kernel(model, kernel)
-    with pytest.raises(ExpertMeshError, match="--expert-kernel per-row recomputes them; use torch-grouped or loop"):
+    with pytest.raises(ExpertMeshError, match="per-row recomputes them; use quack, torch-grouped or loop"):
         keep_products(model, 1)
 
 
@@ -596,7 +596,7 @@ def test_auto_takes_an_expert_kernel_for_what_it_can_compute() -> None:
     with pytest.raises(ExpertMeshError, match="narrow needs expert widths of at most 64"):
         choose_kernel("narrow", KernelNeeds("cpu", torch.float32, ((64, 128),)))
     register_expert_kernel(computing(narrow, "fused", product=None, fused=LOOP.fused))
-    wrong = r"fused computes plain SwiGLU only.*; use narrow, per-row, torch-grouped or loop"
+    wrong = r"fused computes plain SwiGLU only.*; use narrow, per-row, quack, torch-grouped or loop"
     with pytest.raises(ExpertMeshError, match=wrong):
         choose_kernel("fused", KernelNeeds("cpu", torch.float32, ((64, 64),), is_swiglu=False))
 
@@ -614,6 +614,15 @@ def test_an_expert_kernel_is_forecast(mixtral: Path, capsys: pytest.CaptureFixtu
     assert dry["memory"]["peak"] - dry_loop["memory"]["peak"] > copies
     # another kernel of the same name may compute otherwise
     assert set(mixtral.rglob("*.json")) == kept
+
+    # one that no CPU has, and that need not be installed where a run is planned
+    for command in ("plan", "rehearse"):
+        names = "torch-grouped", "quack"
+        grouped, quack = (figures_of(command, mixtral, capsys, "--expert-kernel", name) for name in names)
+        assert quack == grouped
+    fp32 = ["--gpus", "2", "--ep-size", "2", "--max-seq-length", "32", "--expert-kernel", "quack"]
+    assert plan_or_rehearse(["rehearse", "--model", str(mixtral), *fp32]) == 2
+    assert "quack multiplies in bf16" in capsys.readouterr().err
 
     # one that auto takes on a GPU, and that no CPU has
     for_gpus = computing(

@@ -19,7 +19,10 @@ from ..moe.util.versions import installed_version
 from ..sharding.runtime.process import Ranks
 
 FILE = "environment.json"
-PACKAGES = ("expertmesh", "torch", "transformers", "accelerate", "datasets", "safetensors", "megablocks")
+PACKAGES = (
+    *("expertmesh", "torch", "transformers", "accelerate", "datasets", "safetensors"),
+    *("megablocks", "quack-kernels"),
+)
 CHECKOUT = Path(__file__).resolve().parents[1]
 
 

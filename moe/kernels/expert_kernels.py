@@ -49,9 +49,10 @@ def choose_kernel(name: str, needs: KernelNeeds, precision: Precision = "same") 
 
 def _choose(needs: KernelNeeds) -> KernelChoice:
     """The default kernel: the first in `auto`'s order of those that can compute these experts, `loop` at the latest."""
-    able = [kernel for kernel in KERNELS.entries() if _can_compute(kernel.name, needs)]
-    places = [(kernel, place) for kernel in able if (place := kernel.code.auto(needs)) is not None]
-    kernel, place = max(places, key=lambda each: each[1].preference)
+    places = [(kernel, place) for kernel in KERNELS.entries() if (place := kernel.code.auto(needs)) is not None]
+    # a check may import a package, which takes seconds
+    able = [(kernel, place) for kernel, place in places if _can_compute(kernel.name, needs)]
+    kernel, place = max(able, key=lambda each: each[1].preference)
     return KernelChoice(kernel, f"auto: {place.why}", lost=_lost(needs, place))
 
 

@@ -71,8 +71,21 @@ MEGABLOCKS_SPARSE_ENTRY = KernelEntry(
     recorded_as="torch-grouped",
     implementation="moe.kernels.megablocks:MEGABLOCKS_SPARSE",
 )
+QUACK_ENTRY = KernelEntry(
+    "quack",
+    how="Grouped GEMMs of quack-kernels, plain SwiGLU's activation in them.",
+    where="bf16 on GPUs of compute capability 9 and 10; widths that are multiples of 8; fewer than 2^31 elements of a "
+    "rank's rows",
+    beside_fp8=True,
+    keeps_products=True,
+    # torch's keep as much
+    recorded_as="torch-grouped",
+    implementation="moe.kernels.quack:QUACK",
+)
 
-KERNELS = Registry("--expert-kernel", ("auto",), (LOOP_ENTRY, TORCH_GROUPED_ENTRY, MEGABLOCKS_SPARSE_ENTRY))
+KERNELS = Registry(
+    "--expert-kernel", ("auto",), (LOOP_ENTRY, TORCH_GROUPED_ENTRY, MEGABLOCKS_SPARSE_ENTRY, QUACK_ENTRY)
+)
 """All that can be asked for; `moe.kernels.kernel_registry.register_expert_kernel` adds to it."""
 
 

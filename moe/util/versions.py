@@ -1,6 +1,7 @@
-"""Versions of installed packages, and what is done without some."""
+"""Versions of installed packages, what their functions take, and what is done without some."""
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
@@ -13,6 +14,12 @@ def installed_version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
+
+
+def takes(function: Callable[..., object], by_place: tuple[str, ...], by_name: Iterable[str]) -> bool:
+    """Whether a function's first arguments have these names, and it has all of the others."""
+    taken = tuple(inspect.signature(function).parameters)
+    return taken[: len(by_place)] == by_place and set(by_name).issubset(taken)
 
 
 def without_kernels(names: Iterable[str]) -> str:

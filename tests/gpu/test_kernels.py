@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertmesh.moe.kernels import megablocks_ops
+from expertmesh.moe.kernels import megablocks_ops, quack
 from expertmesh.moe.kernels.fp8 import FP8
 from expertmesh.moe.kernels.fp8_casts import Scaled, cast_columns, cast_rows, cast_runs, padded_runs
 from expertmesh.moe.kernels.kernel_entries import KERNELS
@@ -48,6 +48,14 @@ def test_biases(device: str, counts: list[int], dtype: torch.dtype) -> None:
 def test_contract_of_megablocks(counts: list[int]) -> None:
     pytest.importorskip("megablocks")
     check_kernel(KERNELS.get("megablocks-sparse"), counts, torch.bfloat16, 2e-2, "cuda", (128, 256))
+
+
+@pytest.mark.parametrize("counts", [*COUNTS.values(), *LARGE.values()], ids=[*COUNTS, *LARGE])
+def test_contract_of_quack(counts: list[int]) -> None:
+    pytest.importorskip("quack")
+    if torch.cuda.get_device_capability()[0] not in quack.CARDS:
+        pytest.skip("it is for Hopper and Blackwell")
+    check_kernel(KERNELS.get("quack"), counts, torch.bfloat16, 2e-2, "cuda", (128, 256))
 
 
 @pytest.mark.parametrize("counts", [*COUNTS.values(), *LARGE.values()], ids=[*COUNTS, *LARGE])

@@ -17,7 +17,7 @@ from tests.distributed.pool import RankPool
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"python", "torch", "transformers", "accelerate", "datasets", "safetensors"}
 ALWAYS = {*PACKAGES, "global_batch_size", "ranks", "devices"}
-SOMETIMES = {"expertmesh", "megablocks", "commit", "cuda", "nccl", "cpu", "cpu_cores", "os"}
+SOMETIMES = {"expertmesh", "megablocks", "quack-kernels", "commit", "cuda", "nccl", "cpu", "cpu_cores", "os"}
 
 
 def facts_of_a_rank(output_dir: Path) -> dict[str, str | int]:

@@ -12,7 +12,6 @@ Shape suffixes: W widths of heads as given, F filled up; the dims before, ..., a
 """
 
 import importlib
-import inspect
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch.nn.attention import register_flash_attention_impl
 
 from ...moe import torch_private
 from ...moe.util.errors import ExpertMeshError
+from ...moe.util.versions import takes
 from .layer_kinds import has_windows
 
 NAME = "expertmesh FA4"
@@ -77,8 +77,7 @@ def lacking() -> str:
         function = getattr(package, name, None)
         if function is None:
             return f"{MODULE} has no {name}, which torch calls"
-        taken = tuple(inspect.signature(function).parameters)
-        if taken[: len(by_place)] != by_place or not set(by_name).issubset(taken):
+        if not takes(function, by_place, by_name):
             return f"{MODULE}.{name} does not take what torch gives it"
     return ""
 

@@ -1,6 +1,7 @@
 """A model as a run builds it, before it is sharded, on the meta device, without a checkpoint."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -11,7 +12,9 @@ from ....moe.experts.model_layers import decoder_layers
 from ....moe.hf_model.build import build_model, kernel_needs
 from ....moe.hf_model.mtp import PublishedMTP, add_mtp
 from ....moe.hf_model.rope import RopeScaling, check_rope, with_rope_scaling
-from ....moe.kernels.expert_kernels import KernelChoice, choose_kernel
+from ....moe.kernels.expert_kernels import KernelChoice, check_kernel, choose_kernel
+from ....moe.kernels.kernel_entries import KERNELS
+from ....moe.kernels.kernel_registry import NotInstalled
 from ....sharding.state import set_parameter_dtype
 from ...config.train_config import TrainConfig
 from ...engine.assembly import assemble, compute_dtype, kernel_of
@@ -85,11 +88,14 @@ def build_rehearsed(
 
 
 def _kernel(config: TrainConfig, model: Any, device_type: str) -> KernelChoice:
-    """The expert kernel: for "auto" on a GPU what is chosen, or recorded for what is chosen, on Hopper, as this process
-    cannot ask the GPU."""
+    """The expert kernel: on a GPU what is recorded for the one that is asked for, or chosen on Hopper, as this process
+    cannot ask the GPU. What is asked for need not be installed here."""
     name = config.expert_kernel
-    if name == "auto" and device_type == "cuda":
+    if device_type == "cuda":
         needs = replace(kernel_needs(model, "cuda", compute_dtype(config)), assumed_capability=HOPPER)
-        name = choose_kernel(name, needs).kernel.recorded_as
+        name = choose_kernel(name, needs).name if name == "auto" else name
+        with suppress(NotInstalled):
+            check_kernel(name, needs)
+        name = KERNELS.get(name).recorded_as
     choice = kernel_of(config, model, "cpu", name)
     return replace(choice, most_apart=published("H100").experts_apart) if device_type == "cuda" else choice

@@ -1,0 +1,89 @@
+"""A script for a process that has quack-kernels: the stand-in of tests is held against the package, and its kernels, as
+ours calls them, are compiled for the compute capability that its environment variables name, and not run.
+
+    python -m tests.moe.compile_quack MAJOR
+"""
+
+import inspect
+import sys
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from expertmesh.moe.kernels import quack
+from expertmesh.moe.kernels.expert_rows import ExpertRows
+from tests.cute_dsl import MULTIPROCESSORS
+from tests.moe import quack_stand_in
+
+D, WIDTH, ROWS = 256, 128, 300
+COUNTS = [0, 5, 2, 0]
+
+
+def check_signatures(package: Any) -> None:
+    """Arguments of the stand-in's functions are the package's, with the same defaults."""
+    for name in quack.TAKEN:
+        theirs = inspect.signature(getattr(package, name)).parameters
+        for argument in inspect.signature(getattr(quack_stand_in, name)).parameters.values():
+            assert theirs[argument.name].default == argument.default, (name, argument.name)
+
+
+def check_stand_in(package: Any) -> None:
+    """The package's references for its kernels are code of torch: they compute the same."""
+    bounds = torch.tensor([0, *COUNTS]).cumsum(0, dtype=torch.int32)
+    sizes = (sum(COUNTS), 16), (len(COUNTS), 2 * 24, 16), (len(COUNTS), 24, 16), (sum(COUNTS), 2 * 24)
+    rows, gate_up, w2, gradient = (torch.randn(size) for size in sizes)
+    by_row, over_rows = {"cu_seqlens_m": bounds}, {"cu_seqlens_k": bounds}
+    calls: list[tuple[str, tuple[Tensor, ...], dict[str, Any]]] = [
+        ("gemm", (rows, w2.transpose(1, 2)), by_row),
+        ("gemm", (gradient, gate_up), by_row | {"concat_layout": ("B",)}),
+        ("gemm", (gradient.t(), rows), over_rows),
+        ("gemm", (gradient.t(), rows), over_rows | {"concat_layout": ("out",)}),
+        ("gemm_gated", (rows, gate_up.transpose(1, 2)), by_row | {"activation": "swiglu", "concat_layout": ("B",)}),
+        ("gemm_dgated", (rows, w2.transpose(1, 2), gradient), by_row | {"activation": "swiglu"}),
+    ]
+    for name, operands, options in calls:
+        mine = getattr(quack_stand_in, name)(*operands, tuned=False, **options)
+        theirs = getattr(package, f"{name}_ref")(*operands, **options)
+        torch.testing.assert_close(mine, theirs)
+
+
+def compiled() -> None:
+    """On tensors of a CPU, whose results are whatever memory holds: nothing is launched."""
+
+    def tensor(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
+
+    experts = ExpertRows(torch.tensor([ROWS]), ROWS)
+    rows, gate_up, w2 = tensor(ROWS, D), tensor(1, 2 * WIDTH, D), tensor(WIDTH, D)
+    weight = tensor(1, WIDTH, D)
+    for out, inputs in (
+        (quack.quack_joined(rows, experts, gate_up, w2), (rows, gate_up, w2)),
+        (quack.quack_product(rows, experts, weight), (rows, weight)),
+    ):
+        gradients = torch.autograd.grad(out, inputs, torch.empty_like(out))
+        assert [gradient.shape for gradient in gradients] == [each.shape for each in inputs]
+
+
+def main() -> None:
+    major = int(sys.argv[1])
+    assert quack._lacking() == ""
+    from quack import gemm, gemm_interface
+    from quack.gemm_runtime import host
+
+    check_signatures(gemm_interface)
+    check_stand_in(gemm_interface)
+    launch = mock.Mock()
+    with ExitStack() as stack:
+        for module in (gemm, host):
+            stack.enter_context(mock.patch.object(module, "launch_gemm", launch))
+            clusters = mock.Mock(return_value=MULTIPROCESSORS[major])
+            stack.enter_context(mock.patch.object(module, "get_max_active_clusters", clusters))
+        compiled()
+    assert launch.call_count == 6 + 3
+
+
+if __name__ == "__main__":
+    main()

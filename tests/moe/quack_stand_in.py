@@ -1,0 +1,102 @@
+"""A stand-in for quack-kernels' grouped GEMMs, an expert after the other, in fp32 and rounded once. Like the package it
+refuses matrices that lie otherwise than its kernels read them; and it has to be given some rows.
+
+`python -m tests.moe.compile_quack` holds it against the package's own references.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+called: list[str] = []
+"""Functions, in the order of their calls."""
+plans: dict[int, None] = {}
+"""Numbers of rows of `gemm`'s calls, in the place of what the package keeps of each."""
+forgotten: list[str] = []
+"""Whose plans have been dropped."""
+
+
+class Makers:
+    """Of epilogues, which keep plans too."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def cache_clear(self) -> None:
+        forgotten.append(self.name)
+
+
+def in_turns(halves: Tensor) -> Tensor:
+    """The first row of each half, then the second of each: of the dim that is not contiguous."""
+    dim = -2 if halves.stride(-1) == 1 else -1
+    return halves.unflatten(dim, (2, -1)).transpose(dim - 1, dim).flatten(dim - 1, dim)
+
+
+def _check(*tensors: Tensor, bounds: Tensor, tuned: bool) -> None:
+    assert not tuned, "tries out tiles, again for each number of rows"
+    assert bounds.dtype == torch.int32
+    for tensor in tensors:
+        assert tensor.numel() > 0
+        strides = tensor.stride()
+        assert 1 in strides[-2:]
+        assert all(stride * tensor.element_size() % 16 == 0 for stride in strides if stride != 1), strides
+        assert tensor.data_ptr() % 16 == 0
+
+
+def _by_row(A: Tensor, B: Tensor, bounds: Tensor) -> Tensor:
+    assert A.stride(-1) == 1, "varlen_m requires A to be k-major"
+    assert len(B) == len(bounds) - 1
+    parts = zip(A.float().split(bounds.diff().tolist()), B.float(), strict=True)
+    return torch.cat([rows @ matrix for rows, matrix in parts])
+
+
+def gemm(
+    A: Tensor, B: Tensor, *, cu_seqlens_m: Tensor | None = None, cu_seqlens_k: Tensor | None = None, tuned: bool = True,
+    concat_layout: tuple[str, ...] | None = None,
+) -> Tensor:  # fmt: skip
+    called.append("gemm")
+    layout = concat_layout or ()
+    if cu_seqlens_m is not None:
+        _check(A, B, bounds=cu_seqlens_m, tuned=tuned)
+        plans[len(A)] = None
+        return _by_row(A, in_turns(B) if "B" in layout else B, cu_seqlens_m).to(A.dtype)
+    assert cu_seqlens_k is not None
+    _check(A, B, bounds=cu_seqlens_k, tuned=tuned)
+    assert A.stride(-2) == 1, "varlen_k requires A to be m-major"
+    assert B.stride(-1) == 1, "varlen_k requires B to be n-major"
+    counts = cu_seqlens_k.diff().tolist()
+    parts = zip(A.float().split(counts, dim=1), B.float().split(counts), strict=True)
+    out = torch.stack([a @ b for a, b in parts]).to(A.dtype)
+    return torch.cat([out[:, 0::2], out[:, 1::2]], dim=1) if "out" in layout else out
+
+
+def gemm_gated(
+    A: Tensor, B: Tensor, *, activation: Any = None, cu_seqlens_m: Tensor | None = None, tuned: bool = True,
+    concat_layout: tuple[str, ...] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    called.append("gemm_gated")
+    assert activation == "swiglu"
+    assert cu_seqlens_m is not None
+    _check(A, B, bounds=cu_seqlens_m, tuned=tuned)
+    before = _by_row(A, in_turns(B) if concat_layout == ("B",) else B, cu_seqlens_m)
+    after = F.silu(before[:, 0::2]) * before[:, 1::2]
+    return before.to(A.dtype), after.to(A.dtype)
+
+
+def gemm_dgated(
+    A: Tensor, B: Tensor, PreAct: Tensor, *, activation: Any = None, cu_seqlens_m: Tensor | None = None,
+    tuned: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    called.append("gemm_dgated")
+    assert activation == "swiglu"
+    assert cu_seqlens_m is not None
+    _check(A, B, PreAct, bounds=cu_seqlens_m, tuned=tuned)
+    assert PreAct.is_contiguous()
+    grad = _by_row(A, B, cu_seqlens_m)
+    with torch.enable_grad():
+        before = PreAct.detach().float().requires_grad_()
+        after = F.silu(before[:, 0::2]) * before[:, 1::2]
+        (d_before,) = torch.autograd.grad(after, before, grad)
+    return d_before.to(A.dtype), after.detach().to(A.dtype)
