@@ -183,9 +183,13 @@ def on_device(tensor: Tensor) -> Tensor:
     """A copy of a known tensor that stands for one on a device, whose values the host waits for; else the tensor."""
     if not is_known(tensor):
         return tensor
-    copy = tensor.clone()
-    setattr(copy, _THERE, True)
-    return copy
+    return put_on_device(tensor.clone())
+
+
+def put_on_device(tensor: Tensor) -> Tensor:
+    """Have a known tensor stand for one on a device, in place."""
+    setattr(tensor, _THERE, True)
+    return tensor
 
 
 def is_on_host(tensor: Tensor) -> bool:

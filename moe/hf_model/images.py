@@ -28,6 +28,7 @@ from ..experts.layout import expert_modules
 from ..transformers_private import mentions
 from ..util.change_order import begin_change
 from ..util.errors import ExpertMeshError
+from ..util.gpu import bring_to
 
 PIXELS = "pixel_values"
 KINDS = "mm_token_type_ids"
@@ -239,7 +240,7 @@ class _BringingTo(TorchFunctionMode):
     def _brought(self, tensor: Tensor) -> Tensor:
         if tensor.device.type != "cpu" or not tensor.dim():
             return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        return bring_to(tensor, self.device)
 
 
 def _is_mask(index: Any) -> bool:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -226,7 +225,7 @@ def test_a_tower_asks_no_device_for_sizes(family: str) -> None:
     sizes = found[GRID]
     of_meta: Any = {name: value.to("meta") for name, value in found.items()}
     images = Images(of_meta, sizes, 6, torch.arange(6), None, None, None)
-    with mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor), Forward(images=images):
+    with Forward(images=images):
         features = image_features(model, of_meta)
     assert [x.shape[:-1].numel() for x in features if x.is_meta] == [6] * len(features)
     on_device = replace(images, sizes=of_meta[GRID])
