@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from expertmesh.moe.hf_model.image_costs import put_on_host
 from expertmesh.moe.util.gpu import bring_to, computing_values, rehearsing_gpu
 from expertmesh.training.planning.imbalance import GivenRouting
 from expertmesh.training.planning.planner.asked import Asked
 from expertmesh.training.planning.rehearsal.fake_tensors import FakeTensors
-from expertmesh.training.planning.rehearsal.host_memory import HOST, HostMemory, in_host_memory
+from expertmesh.training.planning.rehearsal.host_memory import HOST, HostMemory
 from expertmesh.training.planning.rehearsal.world import rehearse
 from tests.families.configs import tiny_config
 from tests.training.dry_runs import CLUSTER, flags_of
@@ -56,7 +57,7 @@ def test_what_is_made_where_a_known_tensor_lies() -> None:
     found: list[int] = []
     here, there = torch.zeros(2), torch.zeros(2)
     with rehearsing_gpu(), HostMemory(lambda: found.append(1)):
-        made = torch.arange(4, device=in_host_memory(here).device)
+        made = torch.arange(4, device=put_on_host(here).device)
         assert made.device == HOST
         assert made.to(there.device).to(there.device).device == there.device
     assert sum(found) == 1
@@ -64,7 +65,7 @@ def test_what_is_made_where_a_known_tensor_lies() -> None:
 
 def test_values_that_the_host_computes_are_copied_nowhere() -> None:
     found: list[int] = []
-    here = in_host_memory(torch.zeros(2))
+    here = put_on_host(torch.zeros(2))
     with HostMemory(lambda: found.append(1)):
         here.to(torch.device("cpu"))
         with rehearsing_gpu(), computing_values():

@@ -6,20 +6,22 @@ whose values are known says that it lies on `HOST`: so do sizes of images, on wh
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
-from ....moe.hf_model.image_costs import is_known, put_on_device
+from ....moe.hf_model.image_costs import is_known, put_on_device, put_on_host, stands_on_host
 from ....moe.util.gpu import is_gpu
 from .live_memory import tensors_in
 
 _DEVICE = torch.device("cpu")
 HOST = torch.device("cpu", 0)
 """The CPU by a name that no other tensor's device has."""
-_HERE, _PINNED = "_expertmesh_in_host_memory", "_expertmesh_pinned"
+_PINNED = "_expertmesh_pinned"
 _DEVICE_OF: Any = Tensor.device.__get__
 _MOVES = {Tensor.to, Tensor.cpu}
 _OF_NUMBERS = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor}
@@ -40,13 +42,16 @@ class HostMemory(TorchFunctionMode):
         if not is_gpu("cpu"):  # values are computed on the host
             return function(*args, **kwargs)
         if function == _DEVICE_OF:
-            return HOST if _is_here(args[0]) else function(*args)
+            return HOST if stands_on_host(args[0]) else function(*args)
         if function is Tensor.pin_memory:
-            return in_host_memory(args[0].detach(), is_pinned=True) if _is_here(args[0]) else args[0]
+            return _pinned(args[0]) if stands_on_host(args[0]) else args[0]
         device = _asked_for(function, args, kwargs)
         given = [*_given(args), *_given(kwargs.values())]
-        is_here = device == HOST if device is not None else all(map(_is_here, given))
-        result = function(*map(_on_the_device, args), **{name: _on_the_device(each) for name, each in kwargs.items()})
+        is_here = device == HOST if device is not None else all(map(stands_on_host, given))
+        # what follows from known values in host memory is no kernel, and known
+        is_computed = is_here and given and all(map(is_known, given))
+        with _disable_current_modes() if is_computed else nullcontext():
+            result = function(*map(_on_the_device, args), **{key: _on_the_device(each) for key, each in kwargs.items()})
         copied = [result] if function in _OF_NUMBERS and not given else _copied(function, args)
         is_queued = kwargs.get("non_blocking") and all(vars(each).get(_PINNED) for each in copied)
         if not is_here and not is_queued and any(each.numel() for each in copied):
@@ -54,19 +59,15 @@ class HostMemory(TorchFunctionMode):
         return _lying(result, is_here, given)
 
 
+def _pinned(tensor: Tensor) -> Tensor:
+    """A tensor in host memory as a pinned one."""
+    pinned = put_on_host(tensor.detach())
+    setattr(pinned, _PINNED, True)
+    return pinned
+
+
 def _given(arguments: Iterable[Any]) -> list[Tensor]:
     return [tensor for each in arguments for tensor in tensors_in(each)]
-
-
-def in_host_memory(tensor: Tensor, is_pinned: bool = False) -> Tensor:
-    """Have a tensor lie there, in place."""
-    setattr(tensor, _HERE, True)
-    setattr(tensor, _PINNED, is_pinned)
-    return tensor
-
-
-def _is_here(tensor: Tensor) -> bool:
-    return _HERE in vars(tensor)
 
 
 def _asked_for(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device | None:
@@ -78,7 +79,7 @@ def _asked_for(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> to
     if function is Tensor.to and len(args) > 1 and isinstance(args[1], str | torch.device | Tensor):
         device = args[1]
     if isinstance(device, Tensor):
-        return HOST if _is_here(device) else _DEVICE
+        return HOST if stands_on_host(device) else _DEVICE
     # a word is written where host memory is meant
     return HOST if device == "cpu" else device
 
@@ -92,24 +93,24 @@ def _copied(function: Any, args: Sequence[Any]) -> list[Tensor]:
     """The tensors in host memory that a function may bring to where its result, or its first argument, lies."""
     if function in _MOVES:
         found = [args[0]]
-    elif function in _INDEXES | _WRITES and not _is_here(args[0]):
+    elif function in _INDEXES | _WRITES and not stands_on_host(args[0]):
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         found = [each for each in index if isinstance(each, Tensor) and each.dim()] if function in _INDEXES else []
         found += tensors_in(args[-1]) if function in _WRITES else []
     else:
         found = []
-    return [each for each in found if _is_here(each)]
+    return [each for each in found if stands_on_host(each)]
 
 
 def _lying(result: Any, is_here: bool, given: Sequence[Tensor]) -> Any:
     """What a function gives, which says where it lies; what it was given and has changed lies where it lay."""
-    if isinstance(result, Tensor) and not is_here and _is_here(result) and any(result is each for each in given):
+    if isinstance(result, Tensor) and not is_here and stands_on_host(result) and any(result is each for each in given):
         result = result.detach()
     for tensor in tensors_in(result):
         if any(tensor is each for each in given):
             continue
         if is_here:
-            in_host_memory(tensor)
+            put_on_host(tensor)
         elif is_known(tensor):
             put_on_device(tensor)
     return result
