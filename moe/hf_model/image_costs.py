@@ -24,7 +24,7 @@ from .probe import leaving_no_trace
 aten = torch.ops.aten
 _BY_MASK = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 _TRIAL = "images"
-_THERE = "_expertmesh_on_device"
+_THERE, _HERE = "_expertmesh_on_device", "_expertmesh_in_host_memory"
 _SIDE = 12
 """Patches along a side of the image that is asked about: a multiple of as many as are ever merged to a token's."""
 
@@ -182,14 +182,29 @@ def on_device(tensor: Tensor) -> Tensor:
     """A copy of a known tensor that stands for one on a device, whose values the host waits for; else the tensor."""
     if not is_known(tensor):
         return tensor
-    copy = tensor.clone()
-    setattr(copy, _THERE, True)
-    return copy
+    return put_on_device(tensor.clone())
+
+
+def put_on_device(tensor: Tensor) -> Tensor:
+    """Have a known tensor stand for one on a device, in place."""
+    setattr(tensor, _THERE, True)
+    return tensor
+
+
+def put_on_host(tensor: Tensor) -> Tensor:
+    """Have a tensor, known or not, stand for one in host memory, in place."""
+    setattr(tensor, _HERE, True)
+    return tensor
+
+
+def stands_on_host(tensor: Tensor) -> bool:
+    """Whether `put_on_host` had a tensor."""
+    return _HERE in vars(tensor)
 
 
 def is_on_host(tensor: Tensor) -> bool:
     """Whether a tensor's values are in host memory, where others hold no memory."""
-    return is_known(tensor) and not vars(tensor).get(_THERE)
+    return stands_on_host(tensor) or (is_known(tensor) and not vars(tensor).get(_THERE))
 
 
 def _places(index: Tensor | None) -> list[Tensor | None]:

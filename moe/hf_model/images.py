@@ -14,6 +14,7 @@ lengths, and a forward is told where image tokens stand.
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,9 +26,11 @@ from torch.utils._pytree import tree_map_only
 
 from ..experts.forward import current_forward
 from ..experts.layout import expert_modules
+from ..experts.model_layers import decoder_layers
 from ..transformers_private import mentions
 from ..util.change_order import begin_change
 from ..util.errors import ExpertMeshError
+from ..util.gpu import bring_to
 from ..util.tensors import tensors_in
 
 PIXELS = "pixel_values"
@@ -42,7 +45,9 @@ _FEATURES = "image_features"
 """An argument of `get_placeholder_mask`: features that are to be as many as the image tokens."""
 _DEEP = "_deepstack_process"
 """A language model's method that adds image features to a layer's result."""
-_ATTRIBUTE = "_expertmesh_images"
+_ATTRIBUTE, _OF_IMAGES = "_expertmesh_images", "_expertmesh_of_images"
+_SAME_PLACES = {Tensor.unsqueeze, Tensor.expand_as, Tensor.to}
+"""What a model makes of its mask of image tokens."""
 
 
 @dataclass(frozen=True)
@@ -144,9 +149,14 @@ def see_images(model: Any, paths: Sequence[str]) -> None:
             if isinstance(module, nn.Conv2d | nn.Conv3d) and _is_one_product(module):
                 vars(module)["forward"] = partial(_of_patches, module, module.forward)
     inner.get_image_features = _FeaturesHere(inner, facts.inputs)
-    masks = getattr(inner, "get_placeholder_mask", None)
-    if masks is not None and _FEATURES in inspect.signature(masks).parameters:
-        inner.get_placeholder_mask = partial(_masks, masks)
+    if hasattr(inner, "get_placeholder_mask"):
+        inner.get_placeholder_mask = partial(_masks, inner.get_placeholder_mask)
+        places = _ByPlaces()
+        inner.register_forward_pre_hook(places.begin)
+        layers = decoder_layers(model)
+        decoder = next(module for module in model.modules() if any(part is layers for part in module.children()))
+        decoder.register_forward_pre_hook(places.end, prepend=True)
+        inner.register_forward_hook(places.end, always_call=True)
     for module in model.modules():
         if hasattr(module, _DEEP):
             setattr(module, _DEEP, partial(_add_to_layer, getattr(module, _DEEP)))
@@ -221,7 +231,8 @@ class _FeaturesHere:
 
 
 class _BringingTo(TorchFunctionMode):
-    """Within it, what meets tensors of a device is brought there from host memory, without waiting."""
+    """Within it, what meets tensors of a device is brought there from host memory, without waiting. Until then it
+    stays, whoever moves it: its values are known without waiting."""
 
     def __init__(self, device: torch.device):
         super().__init__()
@@ -229,6 +240,8 @@ class _BringingTo(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if function is Tensor.to and self._is_on_host(args[0]):
+            args, kwargs = args[:1], {"dtype": _dtype_asked_for(args[0], *args[1:], **kwargs)}
         devices = {tensor.device for tensor in tensors_in(args, kwargs) if tensor.dim()}
         if len(devices) > 1 and self.device in devices:
             if function is Tensor.__getitem__ and _is_mask(args[1]):
@@ -237,10 +250,20 @@ class _BringingTo(TorchFunctionMode):
             args, kwargs = tree_map_only(Tensor, self._brought, (args, kwargs))
         return function(*args, **kwargs)
 
+    def _is_on_host(self, tensor: Tensor) -> bool:
+        device = tensor.device
+        return device.type == "cpu" and device != self.device
+
     def _brought(self, tensor: Tensor) -> Tensor:
         if tensor.device.type != "cpu" or not tensor.dim():
             return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        return bring_to(tensor, self.device)
+
+
+def _dtype_asked_for(tensor: Tensor, *args: Any, dtype: torch.dtype | None = None, **others: Any) -> torch.dtype:
+    """By the arguments of `Tensor.to`."""
+    told = [each for each in args if isinstance(each, torch.dtype)] + [x.dtype for x in args if isinstance(x, Tensor)]
+    return dtype or next(iter(told), tensor.dtype)
 
 
 def _is_mask(index: Any) -> bool:
@@ -249,10 +272,51 @@ def _is_mask(index: Any) -> bool:
 
 def _masks(masks: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A model's `get_placeholder_mask` without its count of image tokens, for which the host would wait: they are
-    counted where images are placed."""
-    if _placed() is not None:
+    counted where images are placed. The first of the masks is known by `_ByPlaces`."""
+    if _placed() is None:
+        return masks(*args, **kwargs)
+    if _FEATURES in inspect.signature(masks).parameters:
         kwargs[_FEATURES] = None
-    return masks(*args, **kwargs)
+    found = masks(*args, **kwargs)
+    setattr(found[0], _OF_IMAGES, True)
+    return found
+
+
+class _ByPlaces(TorchFunctionMode):
+    """From where a forward with images begins until its decoder does, what is done at the image tokens' mask is done at
+    their places, with the same bits: to find these from the mask the host would wait, and once more in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = ExitStack()
+
+    def begin(self, inner: nn.Module, *given: Any) -> None:
+        if _placed() is not None:
+            self.stack.enter_context(self)
+
+    def end(self, module: nn.Module, *given: Any) -> None:
+        self.stack.close()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.masked_scatter and _is_of_images(args[1]):
+            hidden_BLD, _, features = args
+            hidden_TD = hidden_BLD.flatten(0, 1)
+            features_ND = features.reshape(-1, hidden_TD.shape[1])
+            return hidden_TD.index_copy(0, _placed().index_N, features_ND).view_as(hidden_BLD)
+        if function is Tensor.__getitem__ and _is_of_images(args[1]):
+            values_BLD, mask = args
+            values_ND = values_BLD.flatten(0, 1).index_select(0, _placed().index_N)
+            return values_ND.flatten() if mask.dim() == values_BLD.dim() else values_ND
+        if function is Tensor.sum and _is_of_images(args[0]):
+            return torch.tensor(len(_placed().index_N))
+        result = function(*args, **(kwargs or {}))
+        if function in _SAME_PLACES and _is_of_images(args[0]):
+            setattr(result, _OF_IMAGES, True)
+        return result
+
+
+def _is_of_images(mask: Any) -> bool:
+    return isinstance(mask, Tensor) and _OF_IMAGES in vars(mask)
 
 
 def _add_to_layer(add: Callable[..., Tensor], hidden_BLD: Tensor, mask_BL: Tensor, features_ND: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ ORDER = {
     "text": "a model of several media runs the part of it that predicts tokens",
     "rotary positions": "a hook has them forget earlier batches; experts, which are found by a forward, need them",
     "experts": "ours in the place of transformers'; hooks on routers, and on the model, which gets a `Forward`",
-    "images": "features of the image tokens that are here, as the `Forward` says, and a hook on the embedding",
+    "images": "features of the image tokens that are here, as the `Forward` says, and hooks until the decoder",
     "linear layers": "ours of decoder layers, which adapters, fp8 and tensor parallelism add to",
     "packing": "mixers run sample by sample; the trial that finds which is one of the family's own code",
     "adapters": "linear layers and routers with updates of their own",

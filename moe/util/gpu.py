@@ -1,4 +1,4 @@
-"""Whether a tensor is treated as on a GPU: with Triton kernels and flash attention."""
+"""Whether a tensor is treated as on a GPU, with Triton kernels and flash attention; and how one comes there."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +27,13 @@ def computes_on_cpu(tensor: Tensor) -> bool:
 def is_gpu(device_type: str) -> bool:
     """Whether a device of this type is a GPU, or stands for one in a dry run."""
     return device_type == "cuda" or _rehearsed
+
+
+def bring_to(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor in host memory as one on a device, copied from memory that is pinned: for others the host would wait."""
+    if not is_gpu(device.type) or device.type == "meta":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -26,8 +25,9 @@ from expertmesh.training.data.images import ImageReader, Images
 from expertmesh.training.model_setup.freezing import freeze, freeze_images, images_line
 from expertmesh.training.model_setup.lora_targets import adapt
 from tests.families.configs import skip_if_older, tiny_config
-from tests.images import GRIDS, collated, image_config, image_model, is_vision, sample
+from tests.images import BOTH_WAYS, GRIDS, collated, image_config, image_model, is_vision, sample
 from tests.tiers import tiered
+from tests.tiny import loaded
 
 
 @pytest.fixture(scope="module")
@@ -217,6 +217,28 @@ def test_settings_that_are_refused(settings: dict[str, Any], said: str) -> None:
         TrainConfig(**{"model": "m", "dataset": ["d"], "images": True, **settings})
 
 
+@pytest.mark.parametrize("family", tiered(["qwen3_vl_moe", BOTH_WAYS], GRIDS[1:]))
+def test_features_are_placed_without_a_mask_to_the_bit(family: str) -> None:
+    """As by the family's own code, which asks its mask where image tokens are; and so are gradients."""
+    theirs = image_model(family)
+    model = loaded(build_model(theirs.config, images=True), theirs)
+    given = collated(model, [[sample(model, 3, (2, 2), 2, (1, 3), 4, seed=0)]])
+    assert given is not None
+    reader = ImageReader(model)
+    arguments = {"input_ids": given["input_ids"], **reader.arguments(given), "use_cache": False}
+    images = batch_of(given, packing=False, maker=BatchMaker(images=reader)).images
+    found = []
+    for placed in (None, images):
+        model.zero_grad()
+        with Forward(images=placed):
+            logits = model(**arguments).logits
+        logits.square().sum().backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found.append({"logits": logits.detach(), **gradients})
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
 @pytest.mark.parametrize("family", tiered(["qwen3_vl_moe", "muse_spark"], GRIDS[1:-1]))
 def test_a_tower_asks_no_device_for_sizes(family: str) -> None:
     """Features are found on a device whose values nothing can read: it stands for a GPU, which the host would wait
@@ -226,7 +248,7 @@ def test_a_tower_asks_no_device_for_sizes(family: str) -> None:
     sizes = found[GRID]
     of_meta: Any = {name: value.to("meta") for name, value in found.items()}
     images = Images(of_meta, sizes, 6, torch.arange(6), None, None, None)
-    with mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor), Forward(images=images):
+    with Forward(images=images):
         features = image_features(model, of_meta)
     assert [x.shape[:-1].numel() for x in features if x.is_meta] == [6] * len(features)
     on_device = replace(images, sizes=of_meta[GRID])

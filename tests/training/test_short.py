@@ -8,6 +8,7 @@ import pytest
 
 from expertmesh.moe.experts.model_layers import decoder_layers
 from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.training.planning.imbalance import EVEN, GivenRouting
 from expertmesh.training.planning.planner.account import Account
 from expertmesh.training.planning.planner.asked import Asked
 from expertmesh.training.planning.rehearsal.building import build_rehearsed
@@ -15,6 +16,7 @@ from expertmesh.training.planning.rehearsal.engine import account_of, rehearsed_
 from expertmesh.training.planning.rehearsal.layer_kinds import kinds_of_layers
 from expertmesh.training.planning.rehearsal.short import Repeats, Short, runs_of
 from tests.families.configs import tiny_config
+from tests.images import image_config
 from tests.tiers import tiered
 from tests.tiny import tiny_config as tiny_mixtral
 from tests.training.dry_runs import CLUSTER, SETTINGS, flags_of
@@ -108,11 +110,13 @@ def deep(family: str) -> Any:
     return config
 
 
-def both(model_config: Any, world_size: int, rank: int = 0, **flags: Any) -> tuple[Account, Account]:
+def both(
+    model_config: Any, world_size: int, rank: int = 0, routing: GivenRouting = EVEN, **flags: Any
+) -> tuple[Account, Account]:
     """What short models tell, and all layers."""
     config = flags_of(**flags)
     facts = rehearsed_facts(config, model_config, "cuda")
-    asked = Asked(config, world_size, CLUSTER, rank)
+    asked = Asked(config, world_size, CLUSTER, rank, routing)
     told, run = (account_of(asked, model_config, facts, every_layer) for every_layer in (False, True))
     assert told.run < run.run == run.layers[0]
     return told, run
@@ -188,6 +192,25 @@ def test_figures_of_a_model_that_drafts(flags: dict[str, Any]) -> None:
         **{"ep_size": 2, "train_mtp": 0.3, **flags},
     )
     assert told.layers[1] == 25
+    check(told, run)
+
+
+SEEING: dict[str, Any] = {"images": True, "adapter": "lora", "base_dtype": "nf4", "max_seq_length": 64}
+
+
+def test_layers_with_image_features_are_of_a_kind_of_their_own() -> None:
+    """DeepStack adds them to the results of the first two layers, of which one is dense."""
+    model = build_rehearsed(flags_of(images=True), image_config("qwen3_vl_moe"), "cuda")
+    assert kinds_of_layers(model) == [0, 1, 2, 2]
+
+
+@pytest.mark.slow
+def test_figures_of_layers_with_image_features_are_told_by_short_models() -> None:
+    told, run = both(
+        *(image_config("qwen3_vl_moe", num_hidden_layers=13), 1, 0, GivenRouting(samples=1, image_tokens=6)),
+        **SEEING,
+        gradient_checkpointing="selective",
+    )
     check(told, run)
 
 

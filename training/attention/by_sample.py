@@ -26,6 +26,7 @@ from ...moe.hf_model.facts_cache import keep_trial, recall_trial
 from ...moe.hf_model.trial import counts_tokens, standing_in_for_weights
 from ...moe.util.change_order import begin_change
 from ...moe.util.errors import ExpertMeshError
+from ...moe.util.gpu import bring_to
 from ..data.batch import Batch, collate
 from ..data.samples import Sample
 from .layer_kinds import attends, has_layer_kinds_from_outside, kinds_by_layer, mixers_of
@@ -74,9 +75,8 @@ def lay_out(segments: Sequence[int], device: torch.device) -> SampleLayout:
         back[place_nL[is_sample_nL]] = done + np.flatnonzero(is_sample_nL)
         sizes.append((len(chosen), longest))
         first, done = alike, done + place_nL.size
-    return SampleLayout(
-        torch.tensor(np.concatenate(places), device=device), torch.tensor(back, device=device), tuple(sizes)
-    )
+    place_M, back_N = (bring_to(torch.from_numpy(each), device) for each in (np.concatenate(places), back))
+    return SampleLayout(place_M, back_N, tuple(sizes))
 
 
 class BySample:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...moe.torch_private import flash_operator
-from ...moe.util.gpu import is_gpu
+from ...moe.util.gpu import bring_to, is_gpu
 
 _WIDEST = 256
 """Width of the widest heads that the GPU's kernel takes."""
@@ -181,7 +181,7 @@ def _seen(window: int) -> dict[str, Any]:
 @lru_cache(maxsize=1)
 def _ends(segments: tuple[int, ...], device: torch.device) -> Tensor:
     """Where segments begin, and the last one ends, int32; once for all layers of a batch."""
-    return torch.tensor([0, *segments]).cumsum(0).int().pin_memory().to(device, non_blocking=True)
+    return bring_to(torch.tensor([0, *segments]).cumsum(0).int(), device)
 
 
 def _blocks(segments: list[int], window: int) -> Iterator[tuple[slice, slice]]:

@@ -25,6 +25,7 @@ from ...moe.hf_model.build import model_class, settled_attention
 from ...moe.hf_model.images import KINDS, sees_both_ways
 from ...moe.transformers_private import replacing_sample_search
 from ...moe.util.errors import ExpertMeshError
+from ...moe.util.gpu import bring_to
 from ..data.batch import Batch
 from .flash import flash_attention, has_kernel
 from .layer_kinds import ATTENDING, LAYER_KINDS, attends, kinds_in_config, seen_in
@@ -248,12 +249,16 @@ def _refuse_unknown(module: Any, arguments: dict[str, Any]) -> None:
 
 def _seen(segments: tuple[int, ...], window: int, rows: int, device: torch.device) -> Tensor:
     """(B, 1, S, S), true where a query sees a key."""
-    lengths = torch.tensor(segments, device=device)
-    sample_B1S = torch.arange(len(segments), device=device).repeat_interleave(lengths).view(rows, 1, -1)
+    sample_B1S = _sample_of_each(segments, device).view(rows, 1, -1)
     place_S = torch.arange(sample_B1S.shape[-1], device=device)
     ahead_SS = place_S - place_S.unsqueeze(1)
     is_near_SS = (ahead_SS <= 0) & (ahead_SS > -window) if window else ahead_SS <= 0
     return is_near_SS & (sample_B1S.unsqueeze(-1) == sample_B1S.unsqueeze(-2))
+
+
+def _sample_of_each(segments: tuple[int, ...], device: torch.device) -> Tensor:
+    """The number of each position's sample, (N,)."""
+    return bring_to(torch.arange(len(segments)).repeat_interleave(torch.tensor(segments)), device)
 
 
 def _under_mask(
@@ -307,10 +312,7 @@ def mask_within_samples(**arguments: Any) -> Tensor | None:
     forward = current_forward()
     if forward is None or forward.segments is None:
         return sdpa_mask(**arguments)
-    device = arguments.get("device")
-    lengths = torch.tensor(forward.segments, device=device)
-    samples_N = torch.arange(len(lengths), device=device)
-    sample_N = samples_N.repeat_interleave(lengths, output_size=sum(forward.segments))
+    sample_N = _sample_of_each(forward.segments, arguments["device"])
     of_samples = packed_sequence_mask_function(sample_N.view(arguments["batch_size"], -1))
     arguments["mask_function"] = and_masks(of_samples, arguments["mask_function"])
     return sdpa_mask(**{**arguments, "allow_is_causal_skip": False})

@@ -9,15 +9,15 @@ from torch import Tensor, nn
 
 from ....moe.experts.model_layers import decoder_layers
 from ....moe.hf_model.family_exceptions import HANDS_ON, TAKES
-from ....moe.hf_model.images import trains_images
+from ....moe.hf_model.images import images_of, trains_images
 
 _Facts = dict[tuple[Hashable, ...], Any]
 
 
 def kinds_of_layers(model: Any) -> list[int]:
     """The kind of each decoder layer, as a number: layers of one kind have modules, parameters, buffers and plain
-    attributes alike, and entries in the config's lists that have one for each layer; and gradients go through them
-    alike.
+    attributes alike, and entries in the config's lists that have one for each layer; gradients go through them alike,
+    and image features are added to all of their results or to none.
 
     Args:
         model: from `build_model`, with adapters and what is frozen, not parallelized yet.
@@ -39,7 +39,9 @@ def kinds_of_layers(model: Any) -> list[int]:
     in_layers = {parameter for layer in layers for parameter in layer.parameters()}
     has_gradient = any(p.requires_grad for p in model.parameters() if p not in in_layers and _is_below(model, p))
     has_gradient = has_gradient or trains_images(model)
-    for layer, of_layer in zip(layers, facts, strict=True):
+    images = images_of(model)
+    for number, (layer, of_layer) in enumerate(zip(layers, facts, strict=True)):
+        of_layer["layer", "image features"] = images is not None and number < images.num_deep
         of_layer["layer", "gradient of the input"] = has_gradient
         has_gradient = has_gradient or any(p.requires_grad for p in layer.parameters())
     numbers: dict[frozenset[Any], int] = {}

@@ -265,13 +265,19 @@ class Recorder(CalledDirectly, Pausable, TorchDispatchMode):
         self._event("read", self.parts.here()).is_read = True
         self._wait()
 
+    def bring_blocking(self) -> None:
+        """Record that the host waits here for a copy from its memory, which is not pinned."""
+        if not self.is_paused and self.parts.here().part != LASTING:
+            self._wait()
+
     def _wait(self) -> None:
         if self.events:
             self.events[-1].stalls = True
 
     @property
     def waits(self) -> int:
-        """How often the host waits for the device: reads of it with something launched between them."""
+        """How often the host waits for the device: for what it reads of it, or brings there from memory that is not
+        pinned, with something launched in between."""
         return sum(event.stalls for event in self.events)
 
     def next_forward(self, model: Any, args: Any) -> None:

@@ -24,7 +24,7 @@ from ....moe.experts.forward import Ahead, Targets
 from ....moe.experts.lora import store_frozen
 from ....moe.experts.model_layers import decoder_layers, moe_layers, moe_shape
 from ....moe.experts.router_stats import NO_ROUTING
-from ....moe.hf_model.image_costs import KnownValues, image_of, on_device
+from ....moe.hf_model.image_costs import KnownValues, image_of, on_device, put_on_host
 from ....moe.hf_model.images import PIXELS
 from ....moe.linear.quantized import mxfp4_pairs, nf4_pairs
 from ....moe.torch_private import (
@@ -69,6 +69,7 @@ from .building import build_rehearsed
 from .dispatched import check_recorded, given_rows
 from .fake_tensors import FakeTensors
 from .gpu_stand_in import NoCopies, as_on_gpu
+from .host_memory import HostMemory
 from .live_memory import LiveTensors
 from .peaks import bytes_of, held_at, kept_of, kinds_of_storages, optimizer_state
 from .recorder import Maker, Recorder, recording_actions, recording_triton, recording_waits, sharing_occasional
@@ -243,6 +244,7 @@ def _rehearse(
             _naming_layers(recorder, keep),
             recorded(recurrent, recorder.kernel),
             mock.patch.object(step, "step_gradients", _no_gradients) if is_update_alone else nullcontext(),
+            HostMemory(recorder.bring_blocking) if is_gpu else nullcontext(),
             live,
             recorder,
             live.noting_casts() as casts,
@@ -414,7 +416,7 @@ def _with_images(batch: Batch, model: Any, image: Mapping[str, Tensor], asked: A
     assert images is not None
     with fake:
         pixels = torch.zeros_like(found[PIXELS], device="cpu")
-    images = replace(images, inputs={**found, PIXELS: pixels})
+    images = replace(images, inputs={**found, PIXELS: pixels}, sizes=put_on_host(images.sizes))
     with _disable_current_modes():
         return replace(batch, tokens_BS=tokens_BL, images=images).moved(on_device)
 
