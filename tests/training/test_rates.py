@@ -34,7 +34,7 @@ def test_every_class_has_a_rate_and_every_rate_a_source(gpu: str) -> None:
     assert {each.name for each in rates.constants} == constants
     for each in rates.attained:
         assert 0 < each.share <= 1, each
-    for source in (each.source for each in (*rates.attained, *rates.constants)):
+    for source in [*(each.source for each in rates.attained), *(each.source for each in rates.constants)]:
         assert source
         assert source.startswith("assumed") or not source.startswith(("none", "no "))
 
