@@ -4,7 +4,9 @@ and what sees it: the profiler, the recorder of collectives."""
 import warnings
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -13,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import expertmesh
 from benchmarks.gpu_step import WAIT
 from expertmesh.moe.dispatch.alltoall import exchange_counts, wait_for_counts
+from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.sharding.mesh import build_mesh
 from expertmesh.sharding.parallelize.offload import InputStore, copies_of
 from expertmesh.sharding.runtime.process import end_process_group, start_process_group
@@ -22,6 +25,7 @@ from expertmesh.training.data.batch import collate
 from expertmesh.training.steps.step import begin_to_read
 from tests.distributed.pool import RankPool
 from tests.distributed.test_offloading import chain
+from tests.images import collated, image_model, sample
 from tests.training.test_batches import assert_same
 from tests.training.test_prefetched import ROWS
 from tests.training.test_profiling import Told, check_files_of_a_stretch, recorded, two_parts
@@ -56,18 +60,37 @@ def test_numbers_do_not_wait_for_what_is_queued_after_them() -> None:
     assert not queued.query(), "the wait was for the numbers alone"
 
 
-def test_the_host_waits_few_times_a_step(ranks: RankPool, device: str, tiny_model: Path) -> None:
+STEPS: dict[str, dict[str, Any]] = {
+    "fused AdamW": {},
+    "8-bit state": {"optim": "adamw_torch_8bit"},
+    "in bf16 alone": {"optim": "adamw_bf16"},
+    "Muon": {"optim": "muon"},
+    "images": {"images": True},
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_host_waits_few_times_a_step(
+    ranks: RankPool, device: str, tiny_model: Path, tmp_path: Path, name: str
+) -> None:
     """For counts, losses, the gradients' norm and the signal to stop; and once a layer where rows are padded."""
-    (waits,) = ranks.run(_waits_of_a_step, 1, tiny_model, device, join_group=False)
-    assert len(waits) <= 4 + 2, waits
+    settings, model = STEPS[name], tiny_model
+    if "images" in settings:
+        image_model("qwen3_vl_moe").save_pretrained(model := tmp_path)
+    ((waits, layers),) = ranks.run(_waits_of_a_step, 1, model, device, settings, join_group=False)
+    assert len(waits) <= 4 + layers, waits
 
 
-def _waits_of_a_step(model: Path, device: str) -> list[str]:
-    engine = expertmesh.load(model, use_cpu=device == "cpu", bf16=True)
+def _waits_of_a_step(model: Path, device: str, settings: dict[str, Any]) -> tuple[list[str], int]:
+    """The lines that have the host wait, and how many MoE layers there are."""
+    engine = expertmesh.load(model, use_cpu=device == "cpu", bf16=True, router_aux_loss_coef=0.0, **settings)
     tokens = torch.arange(32).view(2, 16)
     mask = torch.ones_like(tokens)
     mask[1, 9:] = 0
-    batch = {"input_ids": tokens, "labels": tokens.where(mask > 0, -100), "attention_mask": mask}
+    batch: Any = {"input_ids": tokens, "labels": tokens.where(mask > 0, -100), "attention_mask": mask}
+    if "images" in settings:
+        parts = ((1, (2, 3), 9), (9,))
+        batch = collated(engine.model, [[sample(engine.model, *each, seed=0)] for each in parts])
     for _ in range(2):
         engine.step([batch])
     with warnings.catch_warnings(record=True) as told:
@@ -80,7 +103,8 @@ def _waits_of_a_step(model: Path, device: str) -> list[str]:
             if device == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
     end_process_group()
-    return [f"{each.filename}:{each.lineno}" for each in told if WAIT in str(each.message)]
+    waits = [f"{each.filename}:{each.lineno}" for each in told if WAIT in str(each.message)]
+    return waits, len(moe_layers(engine.model))
 
 
 def test_offloaded_inputs_keep_every_bit(device: str) -> None:

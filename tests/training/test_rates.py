@@ -34,8 +34,9 @@ def test_every_class_has_a_rate_and_every_rate_a_source(gpu: str) -> None:
     assert {each.name for each in rates.constants} == constants
     for each in rates.attained:
         assert 0 < each.share <= 1, each
-        assert each.source
-    assert all(each.source for each in rates.constants)
+    for source in [*(each.source for each in rates.attained), *(each.source for each in rates.constants)]:
+        assert source
+        assert source.startswith("assumed") or not source.startswith(("none", "no "))
 
 
 def test_few_experts_are_multiplied_apart_by_a_figure_and_not_by_name() -> None:

@@ -1,7 +1,8 @@
 """Attained rates: which share of a device's best each class of operators reaches, and what overlap and the host cost.
 
 Planner, dry run and cost breakdown take all of it from here. What others published lies in `rates.json`, each figure
-with its source; `python -m benchmarks.rates --write FILE` measures a device's own.
+with its source, or as "assumed" with what was found in its stead; `python -m benchmarks.rates --write FILE` measures a
+device's own.
 """
 
 import json

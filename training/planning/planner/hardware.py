@@ -64,6 +64,7 @@ DEVICES = {
 }
 
 LINKS = {
+    # All latencies are assumed: none was found of a message between two ranks.
     # the data sheets above count both directions: NVLink 3 600, NVLink 4 900, NVLink 5 1,800 GB/s
     "nvlink3": Link(300 * GB, 3e-6),
     "nvlink4": Link(450 * GB, 3e-6),
@@ -73,7 +74,7 @@ LINKS = {
     # one network card a GPU: HDR 200, NDR 400 Gbit/s (NVIDIA ConnectX-6 and ConnectX-7 data sheets)
     "infiniband-hdr": Link(25 * GB, 5e-6),
     "infiniband-ndr": Link(50 * GB, 5e-6),
-    # 100 Gbit/s of Ethernet for a node of 8 GPUs, over TCP
+    # assumed: 100 Gbit/s of Ethernet for a node of 8 GPUs, over TCP
     "ethernet-100": Link(12.5 / 8 * GB, 30e-6),
 }
 
