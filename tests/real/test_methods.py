@@ -7,10 +7,10 @@ import pytest
 
 from benchmarks.real import METHODS, Batch, learned
 from tests.real.conftest import KEPT, assert_memory_as_forecast
-from tests.tiers import tiered
 
 
-@pytest.mark.parametrize("method", tiered(slow=["DPO"], release=["KTO", "distillation"]))
+@pytest.mark.release
+@pytest.mark.parametrize("method", ["DPO", "KTO", "distillation"])
 def test_it_learns(batch: Batch, tmp_path: Path, method: str) -> None:
     ran, how = learned(method, KEPT, 2, batch.records, tmp_path / "run"), METHODS[method]
     losses, judged = ran.values("loss"), ran.values(how.judged_by)

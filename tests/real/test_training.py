@@ -101,8 +101,8 @@ def in_nf4(model: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("base", "changed", "most"),
-    [("float32", lambda model: model, OF_30_LAYERS), ("nf4", in_nf4, 2e-3)],
-    ids=["float32", "nf4"],
+    tiered(slow=[("nf4", in_nf4, 2e-3)], release=[("float32", lambda model: model, OF_30_LAYERS)]),
+    ids=["nf4", "float32"],
 )
 def test_perplexity_of_a_base(
     real_model: Path, tmp_path: Path, base: str, changed: Callable[[Any], Any], most: float
