@@ -77,3 +77,9 @@ def test_where_samples_lie_is_not_waited_for() -> None:
     """Of packed rows, which DeltaNet takes sample by sample: one wait a step and one a MoE layer."""
     step = Asked(flags_of(ep_size=2, packing=True), 2, CLUSTER, routing=GivenRouting(samples=2))
     assert rehearse(step, tiny_config("qwen3_next")).recorder.waits == 1 + 2
+
+
+def test_what_a_step_counts_in_host_memory_is_read_without_waiting() -> None:
+    """Shampoo's steps, one number a parameter."""
+    step = Asked(flags_of(optim="shampoo"), 1, CLUSTER, routing=GivenRouting(samples=2))
+    assert rehearse(step, tiny_config("olmoe")).recorder.waits == 1

@@ -186,8 +186,8 @@ class Recorder(CalledDirectly, Pausable, TorchDispatchMode):
             return args[0].fake_device
         if has_dtensor(types):
             return NotImplemented  # what it does with its local tensor comes here by itself
-        if operator is aten._local_scalar_dense.default and not is_on_host(args[0]):
-            if is_gpu(args[0].device.type):
+        if operator is aten._local_scalar_dense.default:
+            if not is_on_host(args[0]) and is_gpu(args[0].device.type):
                 self._wait()
             if not is_known(args[0]):
                 return 1.0 if args[0].is_floating_point() else 1
