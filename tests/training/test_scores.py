@@ -39,7 +39,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2.0, "x"]}}\n</
         (same_calls, CALL.replace("1", "true"), CALL, False),
         (same_calls, "none {needed}", "nothing to call", True),
         (same_calls, CALL[:-20], CALL, False),
-        (same_calls, '{"a": ' * 3_000, CALL, False),
+        (same_calls, '{"a": ' * 12_000, CALL, False),
     ],
 )
 def test_right(score: Any, answer: str, expected: str, right: bool) -> None:

@@ -258,7 +258,9 @@ def _seen(segments: tuple[int, ...], window: int, rows: int, device: torch.devic
 
 def _sample_of_each(segments: tuple[int, ...], device: torch.device) -> Tensor:
     """The number of each position's sample, (N,)."""
-    return bring_to(torch.arange(len(segments)).repeat_interleave(torch.tensor(segments)), device)
+    lengths = bring_to(torch.tensor(segments), device)
+    # told how many there will be, the host does not wait
+    return torch.arange(len(segments), device=device).repeat_interleave(lengths, output_size=sum(segments))
 
 
 def _under_mask(
