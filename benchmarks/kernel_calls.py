@@ -37,11 +37,20 @@ def _swiglu(dtype: torch.dtype) -> None:
     from expertmesh.moe.kernels.swiglu_triton import fused_backward, fused_forward, fused_joined_backward
 
     grad, gate, up = (_empty(dtype, ROWS, F) for _ in range(3))
-    fused_forward(gate, up)
-    fused_backward(grad, gate, up)
     gate_up = _empty(dtype, ROWS, 2 * F)
-    fused_forward(*gate_up.chunk(2, dim=1))
-    fused_joined_backward(grad, gate_up)
+    for weights in (None, _empty(torch.float32, ROWS)):
+        fused_forward(gate, up, weights)
+        fused_backward(grad, gate, up, weights)
+        fused_forward(*gate_up.chunk(2, dim=1), weights)
+        fused_joined_backward(grad, gate_up, weights)
+
+
+def _weighing(dtype: torch.dtype) -> None:
+    from expertmesh.moe.kernels.weighing_triton import fused_weighed, fused_weighed_backward
+
+    grad, hidden, weights = _empty(dtype, ROWS, F), _empty(dtype, ROWS, F), _empty(torch.float32, ROWS)
+    fused_weighed(hidden, weights)
+    fused_weighed_backward(grad, hidden, weights)
 
 
 def _permute(dtype: torch.dtype) -> None:
@@ -114,6 +123,7 @@ ONE = "one value per program"
 SCALES = "one value per 256"
 CODES = "one byte per value, per thread as many as 128 bits of weight hold"
 TABLE = "looked up, one value at a time"
+OF_ROWS = dict.fromkeys(("weights", "sums", "d_weights"), ONE)
 CHOICES = dict.fromkeys(("position", "is_kept", "weights", "grad_weights"), "one value per row of D")
 ROW_FIGURES = ("highest", "exp_sums", "at_target")
 CASTS = {
@@ -123,8 +133,10 @@ CASTS = {
 COPIES = "one to four values per thread in every configuration that MegaBlocks tries"
 
 EXAMPLES = [
-    Example(_swiglu, torch.bfloat16),
-    Example(_swiglu, torch.float32),
+    Example(_swiglu, torch.bfloat16, OF_ROWS),
+    Example(_swiglu, torch.float32, OF_ROWS),
+    Example(_weighing, torch.bfloat16, OF_ROWS),
+    Example(_weighing, torch.float32, OF_ROWS),
     Example(_permute, torch.bfloat16, CHOICES),
     Example(_permute, torch.float32, CHOICES),
     Example(_dequantizing, torch.bfloat16, {"codes": CODES, "scales": SCALES, "pairs": TABLE}),

@@ -46,6 +46,9 @@ class _LocalRows:
     def arrive(self, sent_RD: Tensor) -> Tensor:
         return sent_RD
 
+    def weigh(self) -> None:
+        return None
+
     def give_back(self, rows_RD: Tensor) -> Tensor:
         return rows_RD
 
@@ -89,6 +92,10 @@ class _ExchangedPart:
         if self.by_expert_R is not None:
             rows_RD = PermuteRows.apply(rows_RD, self.by_expert_R, self.by_source_R)
         return rows_RD
+
+    def weigh(self) -> None:
+        """Their tokens' ranks have the weights."""
+        return None
 
     def give_back(self, rows_RD: Tensor) -> Tensor:
         if self.by_source_R is not None:

@@ -24,7 +24,7 @@ from ..kernels.expert_rows import ExpertRows
 from ..util.recompute_cache import is_replaying, kept
 from ..util.step_parts import register_step_part
 from .alltoall import on_counts_stream, part_sizes, wait_for_counts
-from .dedup_relay import ArriveAndSpread, Combine, Relay, RelayBack, SendTokens, SumAndReturn
+from .dedup_relay import ArriveAndSpread, Combine, Relay, RelayBack, SendTokens, SumAndReturn, WeightsToRows
 from .dedup_routes import ArriveChoices, Choices, OnceEach, SendChoices, first_choices, rows_sent_once, sparse_rows
 from .dispatcher_registry import DispatchOptions, ExpertChunk, NodeGroups, Sent
 from .exchange import Exchange
@@ -116,7 +116,7 @@ class OnceDispatcher:
         counts_Pe = self._own(all_SC).sum(dim=0).split(self.sizes)
         sum_dtype = self.sum_dtype or x_TD.dtype
         parts = [
-            _Part(self, number, rows, of_choices, of_rows, sent_choices[number], counts_e, sum_dtype)
+            ArrivedOnce(self, number, rows, of_choices, of_rows, sent_choices[number], counts_e, sum_dtype)
             for number, counts_e in enumerate(counts_Pe)
         ]
         return _SentOnce(sent_rows, parts, of_rows, once.order, x_TD.dtype)
@@ -189,7 +189,7 @@ class Tables:
         return Tables(self.node_E.to(device), self.rank_E.to(device), self.expert_E.to(device))
 
 
-class _Part:
+class ArrivedOnce:
     """The rows of one chunk; by node, they go on to their ranks when they arrive."""
 
     def __init__(
@@ -208,7 +208,7 @@ class _Part:
         on_host = rows.computed_Pe[number]
         self.experts, self.sum_dtype = ExpertRows(counts_e, sum(on_host), on_host), sum_dtype
         self._hop: tuple[ExpertOrder, Exchange] | None = None
-        self._last: tuple[Tensor, ExpertOrder] | None = None
+        self._last: tuple[Tensor | None, ExpertOrder] | None = None
 
     def arrive(self, sent_RD: Tensor) -> Tensor:
         weights_UK, expert_UK = ArriveChoices.apply(self._sent_choices, self._of_choices, self.number)
@@ -225,6 +225,13 @@ class _Part:
         order = sparse_rows(expert_order(here_UK, num_experts, has_padding=True), self.experts.num_rows)
         self._last = weights_UK, order
         return ArriveAndSpread.apply(sent_RD, exchange, part, order, self.sum_dtype)
+
+    def weigh(self) -> Tensor | None:
+        assert self._last is not None, "rows are weighed once they have arrived"
+        weights_UK, order = self._last
+        self._last = None, order
+        weights_R: Tensor = WeightsToRows.apply(weights_UK, order)
+        return weights_R
 
     def _inside(self, expert_UK: Tensor, group: dist.ProcessGroup) -> tuple[OnceEach, Exchange, Exchange]:
         """The rows that go on inside the node, and the exchanges of their choices and of themselves."""

@@ -9,7 +9,8 @@ tokens are summed there and once more where they come back to. As in `moe.dispat
 `Exchange`, and the tensors on the edges between two ranks only form the graph.
 
 In a replay (see `recompute_cache`) nothing is sent. Kept from the first run: the rows that experts computed with,
-before they were spread, the experts' results, of which the weights' gradients are made, and the tokens' sums.
+before they were spread, the tokens' sums, and the experts' results, of which the weights' gradients are made, unless
+they come weighed.
 
 `sum_dtype` is that in which sums travel: a token's sum over the experts of one destination is rounded to it.
 
@@ -121,23 +122,44 @@ class ArriveAndSpread(torch.autograd.Function):
         return placeholder(grad_RD, *ctx.shape), None, None, None, None
 
 
+class WeightsToRows(torch.autograd.Function):
+    """The weight of each row's choice, (R,)."""
+
+    @staticmethod
+    def forward(ctx: Any, weights_UK: Tensor, order: ExpertOrder) -> Tensor:
+        ctx.shape = weights_UK.shape
+        _save(ctx, order)
+        return weights_UK.reshape(-1).index_select(0, order.source_n)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_R: Tensor) -> tuple[Tensor, None]:
+        order, _ = _saved(ctx)
+        grad_UK = grad_R.new_zeros(ctx.shape)
+        grad_UK.view(-1).index_copy_(0, order.source_n, grad_R)
+        return grad_UK, None
+
+
 class SumAndReturn(torch.autograd.Function):
-    """Begin to send back each row's weighted sum of its experts' results; the return value is for `RelayBack` or
-    `Combine`."""
+    """Begin to send back each row's sum of its experts' results, weighted where these have not been; the return value
+    is for `RelayBack` or `Combine`."""
 
     @staticmethod
     def forward(
         ctx: Any,
         rows_RD: Tensor,
-        weights_UK: Tensor,
+        weights_UK: Tensor | None,
         order: ExpertOrder,
         exchange: Exchange,
         part: int,
         sum_dtype: torch.dtype,
     ) -> Tensor:
-        ctx.exchange, ctx.part = exchange, part
-        rows_RD = kept("experts' results", lambda: rows_RD)
-        _save(ctx, order, rows_RD, weights_UK)
+        ctx.exchange, ctx.part, ctx.dtype = exchange, part, rows_RD.dtype
+        if weights_UK is None:
+            _save(ctx, order)
+        else:
+            rows_RD = kept("experts' results", lambda: rows_RD)
+            _save(ctx, order, rows_RD, weights_UK)
         if not is_replaying():
             exchange.begin_returning(part, gather_sum(rows_RD, order, weights_UK, sum_dtype))
         return rows_RD.new_empty(0)
@@ -145,8 +167,11 @@ class SumAndReturn(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        order, (rows_RD, weights_UK) = _saved(ctx)
+        order, rows_and_weights = _saved(ctx)
         grad_UD = ctx.exchange.wait_for_sent(ctx.part)
+        if not rows_and_weights:
+            return spread_tokens(grad_UD, order).to(ctx.dtype), None, None, None, None, None
+        rows_RD, weights_UK = rows_and_weights
         return *combine_backward(grad_UD, rows_RD, weights_UK, order), None, None, None, None
 
 

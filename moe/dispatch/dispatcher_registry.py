@@ -42,6 +42,11 @@ class ExpertChunk(Protocol):
         """Rows sorted by expert, once they have been received."""
         ...
 
+    def weigh(self) -> Tensor | None:
+        """Asked, if at all, between `arrive` and `give_back`: the weights of the rows' choices, (R,), by which what is
+        given back has been multiplied then; None: it has not."""
+        ...
+
     def give_back(self, rows_RD: Tensor) -> Tensor:
         """Begin to send the experts' results back; returns what `Sent.combine` takes."""
         ...

@@ -15,6 +15,7 @@ from ..dispatch.dispatcher_registry import ExpertChunk
 from ..kernels.expert_products import AddBias
 from ..kernels.expert_rows import ExpertRows
 from ..kernels.kernel_entries import LOOP_ENTRY, KernelEntry
+from ..kernels.weighing import WeighRows
 from ..kernels.weight_gradients import ExpertsCall
 from ..linear.low_rank import LowRank
 from ..linear.quantized import SCALES, rows_for_few, storages_of, stored_product
@@ -81,13 +82,17 @@ class ExpertMLP(nn.Module):
             finish: applied to the experts' results.
         """
         returned = []
-        call = self._deferrable_call()
+        call, weighs = self._deferrable_call(), finish is None and self._weighs(sent[0])
         sizes = [part.experts.num_experts for part in parts]
         by_part = self._weights(sent[0].dtype, sizes, call is not None, self._joins_gate_and_up(sent[0]))
         is_beside = len(parts) > 1 and sent[0].is_cuda
         for rows_RD, part, weights in zip(sent, parts, by_part, strict=True):
-            experts = replace(part.experts, most_apart=self.most_apart, is_beside=is_beside, call=call)
-            out_RD = self._compute(part.arrive(rows_RD), experts, weights, needs_output)
+            rows_RD = part.arrive(rows_RD)
+            weights_R = part.weigh() if weighs else None
+            experts = replace(
+                part.experts, most_apart=self.most_apart, is_beside=is_beside, call=call, weights_R=weights_R
+            )
+            out_RD = self._compute(rows_RD, experts, weights, needs_output)
             returned.append(part.give_back(out_RD if finish is None else finish(out_RD)))
         return returned
 
@@ -111,12 +116,22 @@ class ExpertMLP(nn.Module):
             assert kernel.fused is not None
             w1, v1, w2 = (weights[name] for name in ("w1", "v1", "w2"))
             return kernel.fused(rows_RD, experts, w1, v1, w2, needs_output=needs_output)
+        weights_R, experts = experts.weights_R, replace(experts, weights_R=None)
         chunk = _Chunk(rows_for_few(rows_RD, experts, weights, storages_of(self)), weights)
         gate_RF = self._matmul("w1", rows_RD, chunk)
         up_RF = self._matmul("v1", rows_RD, chunk) if self.layout.shape.has_gate else None
         hidden_RF = self.activation(gate_RF, up_RF)
+        if weights_R is not None:
+            hidden_RF = WeighRows.apply(hidden_RF, weights_R)
         with for_backward_alone(not needs_output):
             return self._matmul("w2", hidden_RF, chunk)
+
+    def _weighs(self, rows_RD: Tensor) -> bool:
+        """Whether hidden values are multiplied by their rows' weights, and not results (see `moe.kernels.weighing`). It
+        rounds otherwise: on GPUs alone, so that no result of a CPU's changes."""
+        if self.layout.shape.has_bias or computes_on_cpu(rows_RD):
+            return False
+        return not self._is_fused or self.kernel.code.weighs
 
     @property
     def _is_fused(self) -> bool:

@@ -30,6 +30,8 @@ class ExpertRows:
         is_beside: whether all-to-alls are under way beside these GEMMs, in forward and backward.
         keeps_products: whether outputs of the experts' first GEMMs are kept for a recomputation (see `kept_product`).
         call: of a layer's experts, whose weights' gradients may be left for later than backward; None: they are not.
+        weights_R: by which a row's hidden values are multiplied, fp32 or wider (see `moe.kernels.weighing`); None: they
+            are not.
     """
 
     counts_e: Tensor
@@ -39,6 +41,7 @@ class ExpertRows:
     is_beside: bool = False
     keeps_products: bool = False
     call: ExpertsCall | None = None
+    weights_R: Tensor | None = None
 
     @property
     def num_experts(self) -> int:
@@ -50,6 +53,7 @@ class ExpertRows:
 
     def parts(self, size: int) -> list["ExpertRows"]:
         """These experts, `size` at a time. Where that makes several parts, `on_host` must be known."""
+        assert self.weights_R is None
         if size >= self.num_experts:
             return [self]
         assert self.on_host is not None, "the host does not know which rows are whose"

@@ -126,6 +126,7 @@ FP8 = KernelEntry(
         product=fp8_grouped_product,
         fused=fp8_grouped,
         joined=None,
+        weighs=True,
         low_rank=None,
         check=partial(check_fp8, "auto"),
         auto=lambda needs: None,

@@ -88,7 +88,7 @@ def grouped_mlp(
     """
     w2_eFD, *firsts_eFD = (weight.view(experts.num_experts, -1, rows_RD.shape[1]) for weight in (w2, *firsts))
     gmm = for_any_rows(gmm, experts.num_experts)
-    out_RD: Tensor = _GroupedMLP.apply(rows_RD, w2_eFD, experts, gmm, needs_output, *firsts_eFD)
+    out_RD: Tensor = _GroupedMLP.apply(rows_RD, w2_eFD, experts.weights_R, experts, gmm, needs_output, *firsts_eFD)
     return out_RD
 
 
@@ -101,6 +101,7 @@ class _GroupedMLP(torch.autograd.Function):
         ctx: Any,
         rows_RD: Tensor,
         w2_eFD: Tensor,
+        weights_R: Tensor | None,
         experts: ExpertRows,
         gmm: GroupedMatmul,
         needs_output: bool,
@@ -112,29 +113,31 @@ class _GroupedMLP(torch.autograd.Function):
             return [gmm(rows, weight_eFD, trans_b=True) for weight_eFD in firsts_eFD]
 
         kept = experts.kept_product(gate_and_up)
-        ctx.save_for_backward(rows_RD, w2_eFD, *firsts_eFD, *kept)
+        ctx.save_for_backward(rows_RD, w2_eFD, weights_R, *firsts_eFD, *kept)
         ctx.gmm, ctx.deferral = gmm, deferral_of(experts.call, w2_eFD, *firsts_eFD)
         if not needs_output:
             return placeholder(rows_RD, *rows_RD.shape)
         gate_RF, up_RF = kept if len(kept) == 2 else kept[0].chunk(2, dim=1)
-        return gmm(swiglu_forward(gate_RF, up_RF), w2_eFD)
+        return gmm(swiglu_forward(gate_RF, up_RF, weights_R), w2_eFD)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
-        rows_RD, w2_eFD, *others = ctx.saved_tensors
+        rows_RD, w2_eFD, weights_R, *others = ctx.saved_tensors
         firsts_eFD, kept = others[: len(others) // 2], others[len(others) // 2 :]
         gmm = ctx.gmm
         # a gradient may come expanded, as that of a sum does, which grouped GEMMs do not take
         grad_RD = grad_RD.contiguous()
-        activation_backward = swiglu_backward if len(kept) == 2 else swiglu_joined_backward
-        *d_firsts, hidden_RF = activation_backward(gmm(grad_RD, w2_eFD, trans_b=True), *kept)
+        activation_backward = partial(
+            swiglu_backward if len(kept) == 2 else swiglu_joined_backward, weights_R=weights_R
+        )
+        *d_firsts, hidden_RF, d_weights_R = activation_backward(gmm(grad_RD, w2_eFD, trans_b=True), *kept)
         grad_rows_RD, *more = (gmm(d, weight_eFD) for d, weight_eFD in zip(d_firsts, firsts_eFD, strict=True))
         for each in more:
             grad_rows_RD.add_(each)
         weight_gradients = partial(_weight_gradients, gmm)
         grad_w2, *grads = now_or_later(ctx.deferral, weight_gradients, rows_RD, grad_RD, hidden_RF, *d_firsts)
-        return grad_rows_RD, grad_w2, None, None, None, *grads
+        return grad_rows_RD, grad_w2, d_weights_R, None, None, None, *grads
 
 
 def _weight_gradients(

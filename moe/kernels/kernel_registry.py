@@ -8,7 +8,9 @@ A kernel has a `product`, a matmul of all experts, of which experts of any famil
 `experts` says which rows are whose (`moe.kernels.expert_rows`). w1 (gate), v1 (up) and w2 (down, transposed) are each
 (e·F, D): MegaBlocks' layout, experts concatenated along dim 0. For expert i: (silu(x @ w1_i.T) * (x @ v1_i.T)) @ w2_i,
 as the experts modules of most families in transformers. Without `needs_output` the last matmul is left out, and the
-result serves only for its shape and its backward (see `moe.util.recompute_cache`).
+result serves only for its shape and its backward (see `moe.util.recompute_cache`). Where `experts` has weights of
+rows, a kernel that `weighs` multiplies what the last matmul takes by them (see `moe.kernels.weighing`); others get
+none.
 
 A third way, `joined`, is `fused` with w1 and v1 in one tensor, for one GEMM in place of two:
 
@@ -85,6 +87,7 @@ class ExpertKernel:
     Attributes:
         product, fused: at least one of them; without `product` it computes plain SwiGLU alone.
         joined: beside `fused` alone.
+        weighs: whether `fused` and `joined` heed the rows' weights. Around a `product` they are applied in any case.
         low_rank: what multiplies by adapters' matrices, of any rank, where that is not `product`.
         check: raises an ExpertMeshError if it is not installed, or cannot compute such experts. What `product` is
             needed for is checked already.
@@ -95,6 +98,7 @@ class ExpertKernel:
     product: Product | None
     fused: FusedSwiGLU | None
     joined: JoinedSwiGLU | None
+    weighs: bool
     low_rank: Product | None
     check: Callable[[KernelNeeds], None]
     auto: Callable[[KernelNeeds], AutoPlace | None]

@@ -131,6 +131,7 @@ LOOP = ExpertKernel(
     product=looped_product,
     fused=loop,
     joined=None,
+    weighs=False,
     low_rank=None,
     check=lambda needs: None,
     auto=_auto_loop,

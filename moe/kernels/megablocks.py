@@ -66,10 +66,17 @@ def megablocks_sparse(
 
     rows_PD = ops.padded_gather(rows_RD.contiguous(), rows, expert_R, ends_e, padded_ends_e, 1)
     topology = _topology(padded_ends_e, rows_PD.shape[0], width)
-    gate, up = stk.ops.sdd(rows_PD, w1.t(), topology), stk.ops.sdd(rows_PD, v1.t(), topology)
-    out_PD = _LastProduct.apply(
-        SwiGLU.apply(gate.data, up.data), w2, topology.size(), needs_output, *_indices(topology)
-    )
+    gate, up = (stk.ops.sdd(rows_PD, weight.t(), topology).data for weight in (w1, v1))
+    if experts.weights_R is None:
+        hidden = SwiGLU.apply(gate, up, None)
+    else:
+        position_R = _padded_positions(rows, expert_R, ends_e, padded_ends_e)
+        weights_P = rows_PD.new_zeros(rows_PD.shape[0], dtype=experts.weights_R.dtype)
+        weights_P = weights_P.index_copy(0, position_R, experts.weights_R)
+        # a block has 128 rows, and each of them a part in every block of its row of blocks
+        by_block = weights_P.view(-1, 1, BLOCK).expand(-1, width // BLOCK, -1).reshape(-1)
+        hidden = SwiGLU.apply(gate.flatten(0, 1), up.flatten(0, 1), by_block).view_as(gate)
+    out_PD = _LastProduct.apply(hidden, w2, topology.size(), needs_output, *_indices(topology))
     return _Unpad.apply(out_PD, rows, expert_R, ends_e, padded_ends_e, needs_output)
 
 
@@ -163,11 +170,16 @@ class _Unpad(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         rows, expert_R, ends_e, padded_ends_e = ctx.saved_tensors
-        # an expert's rows end at ends_e and its padding at padded_ends_e: all padding before an expert shifts its rows
-        padding_before_e = torch.cat([ends_e.new_zeros(1), (padded_ends_e - ends_e)[:-1]])
-        position_R = rows + padding_before_e.index_select(0, expert_R)
-        grad_PD = grad_RD.new_zeros(ctx.padded_shape).index_copy_(0, position_R.long(), grad_RD)
+        position_R = _padded_positions(rows, expert_R, ends_e, padded_ends_e)
+        grad_PD = grad_RD.new_zeros(ctx.padded_shape).index_copy_(0, position_R, grad_RD)
         return grad_PD, None, None, None, None, None
+
+
+def _padded_positions(rows: Tensor, expert_R: Tensor, ends_e: Tensor, padded_ends_e: Tensor) -> Tensor:
+    """The place of each row among those with padding: an expert's rows end at ends_e and its padding at padded_ends_e,
+    so all padding before an expert shifts its rows."""
+    padding_before_e = torch.cat([ends_e.new_zeros(1), (padded_ends_e - ends_e)[:-1]])
+    return (rows + padding_before_e.index_select(0, expert_R)).long()
 
 
 def check_megablocks_sparse(model_width: int, width: int) -> None:
@@ -245,6 +257,7 @@ MEGABLOCKS_SPARSE = ExpertKernel(
     product=None,
     fused=megablocks_sparse,
     joined=None,
+    weighs=True,
     low_rank=None,
     check=_check,
     auto=_auto,

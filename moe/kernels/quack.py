@@ -39,6 +39,7 @@ from .expert_rows import ExpertRows
 from .grouped import GroupedMatmul, check_rows, grouped_mlp
 from .kernel_registry import ExpertKernel, KernelNeeds, NotInstalled
 from .swiglu import swiglu_forward
+from .weighing import weighed
 from .weight_gradients import deferral_of, now_or_later
 
 register_step_part(__name__, "expert GEMMs")
@@ -51,7 +52,7 @@ MODULE = "quack.gemm_interface"
 TAKEN = {
     "gemm": (("A", "B"), ("cu_seqlens_m", "cu_seqlens_k", "tuned", "concat_layout")),
     "gemm_gated": (("A", "B"), ("activation", "cu_seqlens_m", "tuned", "concat_layout")),
-    "gemm_dgated": (("A", "B", "PreAct"), ("activation", "cu_seqlens_m", "tuned")),
+    "gemm_dgated": (("A", "B", "PreAct"), ("activation", "cu_seqlens_m", "tuned", "colvec_scale", "colvec_reduce")),
 }
 """What its functions are given: by position, and by name."""
 PLANS = {"quack.gemm": ("_gemm_plan_cache",), "quack.epilogue.library": ("linear_act_mod", "dgated_mod")}
@@ -90,7 +91,7 @@ def quack_joined(
     if rows_RD.shape[0] == 0:
         return grouped_mlp(rows_RD, experts, (gate_up_eGD,), w2, gemms.grouped_mm, needs_output)
     w2_eFD = w2.view(experts.num_experts, -1, w2.shape[1])
-    out_RD: Tensor = _GatedMLP.apply(rows_RD, gate_up_eGD, w2_eFD, experts, gemms, needs_output)
+    out_RD: Tensor = _GatedMLP.apply(rows_RD, gate_up_eGD, w2_eFD, experts.weights_R, experts, gemms, needs_output)
     return out_RD
 
 
@@ -139,11 +140,16 @@ class _Gemms:
         gate_up_RG, hidden_RF = _package().gemm_gated(rows_RD, gate_up_eGD.transpose(1, 2), **both)
         return gate_up_RG, hidden_RF
 
-    def gated_backward(self, grad_RD: Tensor, w2_eFD: Tensor, gate_up_RG: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of gate and up, (R, G), and silu(gate) * up, (R, F), from the gradient of its product with w2."""
-        both = {"activation": "swiglu", "cu_seqlens_m": self.bounds, "tuned": False}
-        d_gate_up_RG, hidden_RF = _package().gemm_dgated(grad_RD, w2_eFD.transpose(1, 2), gate_up_RG, **both)
-        return d_gate_up_RG, hidden_RF
+    def gated_backward(
+        self, grad_RD: Tensor, w2_eFD: Tensor, gate_up_RG: Tensor, weights_R: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Gradients of gate and up, (R, G), from the gradient of what w2 makes of silu(gate) * up times the row's
+        weight; that, (R, F); and the weights' gradient."""
+        how: dict[str, Any] = {"activation": "swiglu", "cu_seqlens_m": self.bounds, "tuned": False}
+        if weights_R is not None:
+            how |= {"colvec_scale": weights_R, "colvec_reduce": True}
+        d_gate_up_RG, hidden_RF, *more = _package().gemm_dgated(grad_RD, w2_eFD.transpose(1, 2), gate_up_RG, **how)
+        return d_gate_up_RG, hidden_RF, *(more or [None])
 
 
 def _package() -> Any:
@@ -171,6 +177,7 @@ class _GatedMLP(torch.autograd.Function):
         rows_RD: Tensor,
         gate_up_eGD: Tensor,
         w2_eFD: Tensor,
+        weights_R: Tensor | None,
         experts: ExpertRows,
         gemms: _Gemms,
         needs_output: bool,
@@ -183,25 +190,28 @@ class _GatedMLP(torch.autograd.Function):
             return gate_up_RG
 
         gate_up_RG = experts.kept_product(gate_and_up)
-        ctx.save_for_backward(rows_RD, gate_up_eGD, w2_eFD, gate_up_RG)
+        ctx.save_for_backward(rows_RD, gate_up_eGD, w2_eFD, weights_R, gate_up_RG)
         ctx.gemms, ctx.deferral = gemms, deferral_of(experts.call, gate_up_eGD, w2_eFD)
         if not needs_output:
             return placeholder(rows_RD, *rows_RD.shape)
-        # in a replay gate and up are those that were kept
-        hidden_RF = computed[0] if computed else swiglu_forward(*(gate_up_RG[:, i::2].contiguous() for i in (0, 1)))
+        if not computed:  # in a replay gate and up are those that were kept
+            gate_RF, up_RF = (gate_up_RG[:, i::2].contiguous() for i in (0, 1))
+            hidden_RF = swiglu_forward(gate_RF, up_RF, weights_R)
+        else:
+            hidden_RF = computed[0] if weights_R is None else weighed(computed[0], weights_R)
         return gemms.by_row(hidden_RF, w2_eFD)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
-        rows_RD, gate_up_eGD, w2_eFD, gate_up_RG = ctx.saved_tensors
+        rows_RD, gate_up_eGD, w2_eFD, weights_R, gate_up_RG = ctx.saved_tensors
         # a gradient may come expanded, as that of a sum does, which grouped GEMMs do not take
         grad_RD = grad_RD.contiguous()
-        d_gate_up_RG, hidden_RF = ctx.gemms.gated_backward(grad_RD, w2_eFD, gate_up_RG)
+        d_gate_up_RG, hidden_RF, d_weights_R = ctx.gemms.gated_backward(grad_RD, w2_eFD, gate_up_RG, weights_R)
         grad_rows_RD = ctx.gemms.by_row(d_gate_up_RG, gate_up_eGD, concat_layout=("B",))
         weight_gradients = partial(_weight_gradients, ctx.gemms)
         grads = now_or_later(ctx.deferral, weight_gradients, rows_RD, grad_RD, hidden_RF, d_gate_up_RG)
-        return grad_rows_RD, *grads, None, None, None
+        return grad_rows_RD, *grads, d_weights_R, None, None, None
 
 
 def _weight_gradients(
@@ -264,6 +274,7 @@ QUACK = ExpertKernel(
     product=quack_product,
     fused=quack,
     joined=quack_joined,
+    weighs=True,
     low_rank=padded(quack_product),
     check=_check,
     auto=lambda needs: None,

@@ -131,6 +131,7 @@ TORCH_GROUPED = ExpertKernel(
     product=torch_grouped_product,
     fused=torch_grouped,
     joined=torch_grouped_joined,
+    weighs=True,
     low_rank=padded(torch_grouped_product),
     check=_check_widths,
     auto=_auto_grouped,

@@ -26,6 +26,17 @@ def _swiglu(rows: int, width: int) -> None:
     fused_backward(grad, gate, up)
 
 
+def _weighed(rows: int, width: int) -> None:
+    from expertmesh.moe.kernels.swiglu_triton import fused_backward, fused_forward
+    from expertmesh.moe.kernels.weighing_triton import fused_weighed, fused_weighed_backward
+
+    (grad, gate, up), weights = torch.zeros(3, rows, width).bfloat16().unbind(), torch.zeros(rows)
+    fused_forward(gate, up, weights)
+    fused_backward(grad, gate, up, weights)
+    fused_weighed(gate, weights)
+    fused_weighed_backward(grad, gate, weights)
+
+
 def _joined_swiglu(rows: int, width: int) -> None:
     """Of a width that is no multiple of 16, one row alone, which is contiguous, is a case of its own."""
     from expertmesh.moe.kernels.swiglu_triton import fused_forward, fused_joined_backward
@@ -78,7 +89,7 @@ def _megablocks(rows: int, width: int) -> None:
         megablocks_sparse(rows_RD, experts, *weights).sum().backward()
 
 
-CALLS: tuple[Callable[[int, int], None], ...] = (_swiglu, _joined_swiglu, _permute, _fp8, _loss, _megablocks)
+CALLS: tuple[Callable[[int, int], None], ...] = (_swiglu, _weighed, _joined_swiglu, _permute, _fp8, _loss, _megablocks)
 
 
 def main() -> None:

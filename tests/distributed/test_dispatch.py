@@ -3,7 +3,7 @@ each choice, no more rows are sent than the routing implies, and bits do not dep
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from expertmesh.moe.dispatch.dedup_routes import first_choices
 from expertmesh.moe.dispatch.dispatcher_entries import resolve_dispatch
 from expertmesh.moe.dispatch.dispatcher_registry import NodeGroups
 from expertmesh.moe.experts import expert_mlp
+from expertmesh.moe.experts.expert_mlp import ExpertMLP
 from expertmesh.moe.experts.forward import Forward
 from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.kernels.expert_rows import ExpertRows
@@ -248,11 +249,15 @@ def _layer(dtype: torch.dtype) -> Any:
     return layer
 
 
+WAYS = ("plain", "rank", "node", "rank, weighed", "node, weighed")
+
+
 def _route(experts: list[Tensor]) -> dict[str, Routed]:
     nodes = make_node_groups(Topology(4, 4), 2, None)
     experts_TK = experts[dist.get_rank()]
     layer, found = _layer(torch.float64), {}
-    for kind in ("plain", "rank", "node"):
+    for name in WAYS:
+        kind, _, weighed = name.partition(", ")
         layer.dispatcher = _dispatcher(kind, nodes)
         generator = torch.Generator().manual_seed(dist.get_rank())
         size = layer.shape.model_width
@@ -261,15 +266,26 @@ def _route(experts: list[Tensor]) -> dict[str, Routed]:
         # those of padding may be anything
         weights_TK = weights_TK.masked_fill(experts_TK == 8, torch.nan).requires_grad_()
         is_token_BS = (experts_TK[:, :1] < 8).t()
-        with _moved() as forward, Forward(is_token_BS=is_token_BS):
+        how = _weighing() if weighed else nullcontext()
+        with _moved() as forward, Forward(is_token_BS=is_token_BS), how:
             out_TD = layer(x_TD, experts_TK, weights_TK)
         with _moved() as backward:
             out_TD.backward(torch.ones_like(out_TD) * torch.arange(1, size + 1))
         assert x_TD.grad is not None
         assert weights_TK.grad is not None
         moved = {"forward": forward, "backward": backward}
-        found[kind] = Routed(out_TD.detach(), x_TD.grad, weights_TK.grad, moved)
+        found[name] = Routed(out_TD.detach(), x_TD.grad, weights_TK.grad, moved)
     return found
+
+
+@contextmanager
+def _weighing() -> Iterator[None]:
+    """As on a GPU; around products, as the kernel that has fp64 does not weigh a complete expert."""
+    with (
+        mock.patch.object(ExpertMLP, "_weighs", return_value=True),
+        mock.patch.object(ExpertMLP, "_is_fused", False),
+    ):
+        yield
 
 
 @contextmanager
@@ -334,7 +350,7 @@ def test_results_and_rows_follow_the_routing(ranks: RankPool, routing: str) -> N
         return sum(bool(each & {*destinations}) for source in sources for each in to_ranks[source])
 
     for rank, found in enumerate(ranks.run(_route, 4, experts)):
-        for kind in ("rank", "node"):
+        for kind in WAYS[1:]:
             for name in ("out_TD", "grad_x_TD", "grad_weights_TK"):
                 ours_, theirs = getattr(found[kind], name), getattr(found["plain"], name)
                 torch.testing.assert_close(ours_, theirs, rtol=1e-12, atol=1e-12, msg=f"{kind}, {name}")
@@ -350,6 +366,8 @@ def test_results_and_rows_follow_the_routing(ranks: RankPool, routing: str) -> N
         onward = [tokens(across, [peer]) for peer in inside]
         arriving = [tokens([peer % 2, peer % 2 + 2], [rank]) for peer in inside]
         _assert_moved(found["node"], [(across, to_nodes, from_nodes), (inside, onward, arriving)])
+        for kind in ("rank", "node"):
+            assert found[f"{kind}, weighed"].moved == found[kind].moved
 
 
 def _assert_moved(found: Routed, hops: list[tuple[list[int], list[int], list[int]]]) -> None:

@@ -7,6 +7,7 @@ ours calls them, are compiled for the compute capability that its environment va
 import inspect
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -48,6 +49,14 @@ def check_stand_in(package: Any) -> None:
         mine = getattr(quack_stand_in, name)(*operands, tuned=False, **options)
         theirs = getattr(package, f"{name}_ref")(*operands, **options)
         torch.testing.assert_close(mine, theirs)
+    # its reference has no weights of rows: those of a gradient times its weight, as they are linear in that
+    scale, how = torch.rand(len(rows)), {"activation": "swiglu", "cu_seqlens_m": bounds}
+    weighed: Any = how | {"tuned": False, "colvec_scale": scale, "colvec_reduce": True}
+    mine = quack_stand_in.gemm_dgated(rows, w2.transpose(1, 2), gradient, **weighed)
+    d_before, hidden = package.gemm_dgated_ref(rows * scale[:, None], w2.transpose(1, 2), gradient, **how)
+    products = package.gemm_ref(rows, w2.transpose(1, 2), **by_row)
+    theirs = d_before, hidden * scale[:, None], (products * hidden).sum(dim=1)
+    torch.testing.assert_close(mine, theirs)
 
 
 def compiled() -> None:
@@ -57,10 +66,15 @@ def compiled() -> None:
         return torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
 
     experts = ExpertRows(torch.tensor([ROWS]), ROWS)
+    weights_R = torch.rand(ROWS, requires_grad=True)
     rows, gate_up, w2 = tensor(ROWS, D), tensor(1, 2 * WIDTH, D), tensor(WIDTH, D)
     weight = tensor(1, WIDTH, D)
     for out, inputs in (
         (quack.quack_joined(rows, experts, gate_up, w2), (rows, gate_up, w2)),
+        (
+            quack.quack_joined(rows, replace(experts, weights_R=weights_R), gate_up, w2),
+            (rows, gate_up, w2, weights_R),
+        ),
         (quack.quack_product(rows, experts, weight), (rows, weight)),
     ):
         gradients = torch.autograd.grad(out, inputs, torch.empty_like(out))
@@ -82,7 +96,7 @@ def main() -> None:
             clusters = mock.Mock(return_value=MULTIPROCESSORS[major])
             stack.enter_context(mock.patch.object(module, "get_max_active_clusters", clusters))
         compiled()
-    assert launch.call_count == 6 + 3
+    assert launch.call_count == 6 + 6 + 3
 
 
 if __name__ == "__main__":

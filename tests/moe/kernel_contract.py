@@ -3,7 +3,7 @@ autograd makes the backward. A kernel registered from outside can be held agains
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -49,6 +49,7 @@ class Form:
         products: grouped GEMMs in its forward.
         keeps_layout: whether its weight's gradient lies in memory as the weight does, so that autograd adds it to the
             weight's own without a copy.
+        weighs: whether its last operand are weights of rows, in fp32 or wider.
     """
 
     run: Callable[..., Tensor]
@@ -56,6 +57,7 @@ class Form:
     widths: tuple[int, list[tuple[int, int]]]
     products: int
     keeps_layout: bool = False
+    weighs: bool = False
 
 
 def forms_of(kernel: ExpertKernel, width: int, expert_width: int) -> dict[str, Form]:
@@ -66,6 +68,10 @@ def forms_of(kernel: ExpertKernel, width: int, expert_width: int) -> dict[str, F
         found["fused"] = Form(partial(_in_rows, kernel.fused), _swiglu, swiglu, 3)
     if kernel.joined is not None:
         found["joined"] = Form(partial(_side_by_side, kernel.joined), _swiglu, swiglu, 2)
+    if kernel.weighs:
+        for name, form in list(found.items()):
+            weighed = partial(_weighed, form.run)
+            found[f"{name}, weighed"] = replace(form, run=weighed, plain=_weighed_swiglu, weighs=True)
     if kernel.product is not None:
         there, back = (width, [(expert_width, width)]), (width, [(width, expert_width)])
         product, transposed = (partial(how, kernel.product) for how in (_single, _transposed))
@@ -82,6 +88,10 @@ def _swiglu(x: Tensor, w1: Tensor, v1: Tensor, w2: Tensor) -> Tensor:
     return (F.silu(x @ w1.t()) * (x @ v1.t())) @ w2
 
 
+def _weighed_swiglu(x: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, weights: Tensor) -> Tensor:
+    return weights.unsqueeze(1) * _swiglu(x, w1, v1, w2)
+
+
 def _times(x: Tensor, weight: Tensor) -> Tensor:
     return x @ weight.t()
 
@@ -94,6 +104,10 @@ def _side_by_side(
     joined: Callable[..., Tensor], x: Tensor, experts: ExpertRows, w1: Tensor, v1: Tensor, w2: Tensor, **options: bool
 ) -> Tensor:
     return joined(x, experts, torch.cat([w1, v1], dim=1), w2.flatten(0, 1), **options)
+
+
+def _weighed(run: Callable[..., Tensor], x: Tensor, experts: ExpertRows, *operands: Tensor, **options: bool) -> Tensor:
+    return run(x, replace(experts, weights_R=operands[-1]), *operands[:-1], **options)
 
 
 def _single(product: Product, x: Tensor, experts: ExpertRows, weight: Tensor, needs_output: bool = True) -> Tensor:
@@ -157,12 +171,16 @@ def _check_form(
     width, matrices = form.widths
     shapes = [(sum(counts), width), *((len(counts), *matrix) for matrix in matrices)]
     inputs = [(0.5 * torch.randn(shape, generator=generator)).to(device, dtype).requires_grad_() for shape in shapes]
+    if form.weighs:
+        weights_R = torch.rand(sum(counts), generator=generator).to(device, torch.promote_types(dtype, torch.float32))
+        inputs.append(weights_R.requires_grad_())
     experts = rows_of(counts, device)
     exact = [tensor.detach().cpu().double().requires_grad_() for tensor in inputs]
 
     def plain() -> Tensor:
-        by_expert = zip(exact[0].split(list(counts)), *exact[1:], strict=True)
-        return torch.cat([form.plain(x, *weights) for x, *weights in by_expert])
+        end = 1 + len(matrices)
+        x, *weights = (tensor.split(list(counts)) for tensor in (exact[0], *exact[end:]))
+        return torch.cat([form.plain(*operands) for operands in zip(x, *exact[1:end], *weights, strict=True)])
 
     def run(needs_output: bool = True) -> Tensor:
         return form.run(inputs[0], experts, *inputs[1:], needs_output=needs_output)
@@ -171,11 +189,12 @@ def _check_form(
     with Calls() as with_output:
         run()
     found = outcome(run, inputs, grad)
-    _assert_near(what, found, outcome(plain, exact, grad.cpu().double()), dtype, tolerance)
+    dtypes = [dtype, *(tensor.dtype for tensor in inputs)]
+    _assert_near(what, found, outcome(plain, exact, grad.cpu().double()), dtypes, tolerance)
     if form.keeps_layout and is_frugal:
         assert found[2] is not None
         assert found[2].stride() == inputs[1].stride(), what
-    _assert_near(f"{what}, of a sum", outcome(run, inputs), outcome(plain, exact), dtype, tolerance)
+    _assert_near(f"{what}, of a sum", outcome(run, inputs), outcome(plain, exact), dtypes, tolerance)
 
     for frozen in inputs:
         frozen.requires_grad_(False)
@@ -198,15 +217,17 @@ def _check_form(
 
 
 def _assert_near(
-    what: str, found: list[Tensor | None], expected: list[Tensor | None], dtype: torch.dtype, tolerance: float
+    what: str, found: list[Tensor | None], expected: list[Tensor | None], dtypes: list[torch.dtype], tolerance: float
 ) -> None:
-    for number, (mine, exact) in enumerate(zip(found, expected, strict=True)):
+    for number, (mine, exact, dtype) in enumerate(zip(found, expected, dtypes, strict=True)):
         assert mine is not None
         assert exact is not None
         assert (mine.dtype, mine.shape) == (dtype, exact.shape), what
         error = relative_error(mine.cpu(), exact)
-        assert error <= tolerance, f"{what}: {error} in {'the output' if number == 0 else f'gradient {number}'}"
-        if number > 1:
+        # of a row's weight it is one sum, of which terms may cancel
+        allowed = 2 * tolerance if exact.dim() == 1 else tolerance
+        assert error <= allowed, f"{what}: {error} in {'the output' if number == 0 else f'gradient {number}'}"
+        if exact.dim() > 2:
             unused = (exact == 0).flatten(1).all(dim=1)
             assert not mine.cpu()[unused].any(), f"{what}: a gradient of an expert without rows"
 

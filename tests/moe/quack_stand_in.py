@@ -86,17 +86,20 @@ def gemm_gated(
 
 
 def gemm_dgated(
-    A: Tensor, B: Tensor, PreAct: Tensor, *, activation: Any = None, cu_seqlens_m: Tensor | None = None,
-    tuned: bool = True,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    A: Tensor, B: Tensor, PreAct: Tensor, *, activation: Any = None, colvec_scale: Tensor | None = None,
+    colvec_reduce: bool = False, cu_seqlens_m: Tensor | None = None, tuned: bool = True,
+) -> tuple[Tensor, ...]:  # fmt: skip
     called.append("gemm_dgated")
     assert activation == "swiglu"
     assert cu_seqlens_m is not None
     _check(A, B, PreAct, bounds=cu_seqlens_m, tuned=tuned)
     assert PreAct.is_contiguous()
     grad = _by_row(A, B, cu_seqlens_m)
+    scale = torch.ones(len(A), 1) if colvec_scale is None else colvec_scale.unsqueeze(1)
     with torch.enable_grad():
         before = PreAct.detach().float().requires_grad_()
         after = F.silu(before[:, 0::2]) * before[:, 1::2]
-        (d_before,) = torch.autograd.grad(after, before, grad)
-    return d_before.to(A.dtype), after.detach().to(A.dtype)
+        (d_before,) = torch.autograd.grad(after, before, grad * scale)
+    after = after.detach()
+    sums = ((grad * after).sum(dim=1),) if colvec_reduce else ()
+    return d_before.to(A.dtype), (after * scale).to(A.dtype), *sums

@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertmesh.moe.dispatch.dedup_relay import ArriveAndSpread, Combine, Relay, RelayBack, SendTokens, SumAndReturn
+from expertmesh.moe.dispatch.dedup_relay import (
+    ArriveAndSpread,
+    Combine,
+    Relay,
+    RelayBack,
+    SendTokens,
+    SumAndReturn,
+    WeightsToRows,
+)
 from expertmesh.moe.dispatch.permute import ExpertOrder, expert_order, first_rows
 
 T, D, K, E = 7, 5, 3, 4
@@ -54,7 +62,9 @@ def once(num_tokens: int, padding: int) -> tuple[ExpertOrder, int]:
     return order_of(torch.where(is_kept_T, 0, E)[:, None]), num_tokens - padding
 
 
-def through_relays(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, padding: int, is_relayed: bool) -> Tensor:
+def through_relays(
+    x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, padding: int, is_relayed: bool, is_weighed: bool
+) -> Tensor:
     order, num_rows = once(T, padding)
     exchange: Any = Loopback(num_rows)
     (arriving,) = SendTokens.apply(x_TD, order, exchange, not is_relayed)
@@ -67,7 +77,10 @@ def through_relays(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, padding
     rows_RD = ArriveAndSpread.apply(arriving, onward, 0, spread, x_TD.dtype)
     expert_R = experts_TK[:num_rows].flatten()[spread.source_n]
     done_RD = torch.tanh(rows_RD * (expert_R[:, None] + 1))
-    token = SumAndReturn.apply(done_RD, weights_TK[:num_rows], spread, onward, 0, x_TD.dtype)
+    weights_UK: Tensor | None = weights_TK[:num_rows]
+    if is_weighed:
+        done_RD, weights_UK = done_RD * WeightsToRows.apply(weights_UK, spread)[:, None], None
+    token = SumAndReturn.apply(done_RD, weights_UK, spread, onward, 0, x_TD.dtype)
     if is_relayed:
         token = RelayBack.apply(token, onward, second, first, 0, x_TD.dtype)
     out_TD: Tensor = Combine.apply(first, order, x_TD.dtype, token)
@@ -89,13 +102,14 @@ def by_loop(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, padding: int) 
 
 @pytest.mark.parametrize("padding", [0, 2])
 @pytest.mark.parametrize("is_relayed", [False, True], ids=["by rank", "by node"])
-def test_results_and_gradients(is_relayed: bool, padding: int) -> None:
+@pytest.mark.parametrize("is_weighed", [False, True], ids=["", "weighed"])
+def test_results_and_gradients(is_relayed: bool, padding: int, is_weighed: bool) -> None:
     torch.manual_seed(0)
     experts_TK = torch.stack([torch.randperm(E + 1)[:K] for _ in range(T)])
     given = torch.randn(T, D, dtype=torch.double), torch.rand(T, K, dtype=torch.double)
     weights_TD = torch.randn(T, D, dtype=torch.double)
     found = []
-    for run in (partial(through_relays, is_relayed=is_relayed), by_loop):
+    for run in (partial(through_relays, is_relayed=is_relayed, is_weighed=is_weighed), by_loop):
         x_TD, weights_TK = (value.clone().requires_grad_() for value in given)
         out_TD = run(x_TD, weights_TK, experts_TK, padding)
         found.append([out_TD, *torch.autograd.grad((out_TD * weights_TD).sum(), (x_TD, weights_TK))])

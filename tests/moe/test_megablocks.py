@@ -1,6 +1,7 @@
 """MegaBlocks' kernels, helper operators and layer, by Triton's interpreter on a CPU; and the fused SwiGLU."""
 
 import importlib.util
+from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +15,7 @@ from expertmesh.moe.kernels import megablocks_ops
 from expertmesh.moe.kernels.kernel_entries import MEGABLOCKS_SPARSE_ENTRY
 from expertmesh.moe.kernels.megablocks import _topology, load_megablocks
 from expertmesh.moe.kernels.swiglu import plain_backward, plain_forward, swiglu_joined_backward
+from expertmesh.moe.kernels.weighing import WeighRows, plain_weighed, plain_weighed_backward
 from expertmesh.moe.util.errors import ExpertMeshError
 from tests.interpreter import interpreted, prepare_megablocks
 from tests.moe.kernel_contract import check_kernel, rows_of
@@ -108,7 +110,9 @@ def check_swiglu(rows: int, dtype: torch.dtype, device: str, tolerance: float) -
     torch.manual_seed(0)
     grad, gate, up = (3 * torch.randn(3, rows, 104, device=device)).to(dtype)
     assert relative_error(triton().fused_forward(gate, up), plain_forward(gate, up)) < tolerance
-    for mine, plain in zip(triton().fused_backward(grad, gate, up), plain_backward(grad, gate, up), strict=True):
+    (*found, no_gradient), (*expected, _) = triton().fused_backward(grad, gate, up), plain_backward(grad, gate, up)
+    assert no_gradient is None
+    for mine, plain in zip(found, expected, strict=True):
         assert mine.dtype == dtype
         assert relative_error(mine, plain) < tolerance
 
@@ -123,28 +127,74 @@ def test_fused_swiglu_equals_plain(rows: int) -> None:
 def check_joined_swiglu(rows: int, dtype: torch.dtype, device: str, tolerance: float) -> None:
     """Gate and up in one tensor: narrower than a block, of a block's width, and of several."""
     torch.manual_seed(0)
-    for width in (104, 1024, 2500):
+    for width, is_weighed in product((104, 1024, 2500), (False, True)):
         gate_up, grad = ((3 * torch.randn(rows, n, device=device)).to(dtype) for n in (2 * width, width))
-        halves = [half.contiguous() for half in gate_up.chunk(2, dim=1)]
-        assert relative_error(triton().fused_forward(*gate_up.chunk(2, dim=1)), plain_forward(*halves)) < tolerance
-        d_gate_up, hidden = triton().fused_joined_backward(grad, gate_up)
-        *d_halves, plain_hidden = plain_backward(grad, *halves)
+        weights = torch.rand(rows, device=device) if is_weighed else None
+        gate, up = (half.contiguous() for half in gate_up.chunk(2, dim=1))
+        forward = triton().fused_forward(*gate_up.chunk(2, dim=1), weights)
+        assert relative_error(forward, plain_forward(gate, up, weights)) < tolerance
+        d_gate_up, hidden, d_weights = triton().fused_joined_backward(grad, gate_up, weights)
+        *d_halves, plain_hidden, plain_d_weights = plain_backward(grad, gate, up, weights)
         assert d_gate_up.dtype == hidden.dtype == dtype
         assert relative_error(d_gate_up, torch.cat(d_halves, dim=1)) < tolerance
         assert relative_error(hidden, plain_hidden) < tolerance
+        if weights is None:
+            assert d_weights is plain_d_weights is None
+            continue
+        assert plain_d_weights is not None
+        assert relative_error(d_weights, plain_d_weights) < tolerance
+        apart = triton().fused_backward(grad, gate, up, weights)
+        for mine, joined in zip(apart, (*d_gate_up.chunk(2, dim=1), hidden, d_weights), strict=True):
+            assert torch.equal(mine, joined)
 
 
-def test_plain_swiglu_is_what_autograd_says() -> None:
+@interpreted
+@pytest.mark.parametrize("rows", [0, 1, 21])
+def test_fused_weighing_equals_plain(rows: int) -> None:
+    check_weighing(rows, torch.float32, "cpu", OTHER_ORDER)
+
+
+def check_weighing(rows: int, dtype: torch.dtype, device: str, tolerance: float) -> None:
+    torch.manual_seed(0)
+    fused: Any = importlib.import_module("expertmesh.moe.kernels.weighing_triton")
+    for width in (104, 1024, 2500):
+        hidden, grad = (3 * torch.randn(2, rows, width, device=device)).to(dtype)
+        weights = torch.rand(rows, device=device)
+        assert relative_error(fused.fused_weighed(hidden, weights), plain_weighed(hidden, weights)) < tolerance
+        found = fused.fused_weighed_backward(grad, hidden, weights)
+        for mine, plain in zip(found, plain_weighed_backward(grad, hidden, weights), strict=True):
+            assert mine.dtype == plain.dtype
+            assert relative_error(mine, plain) < tolerance
+
+
+@pytest.mark.parametrize("is_weighed", [False, True])
+def test_plain_swiglu_is_what_autograd_says(is_weighed: bool) -> None:
     torch.manual_seed(0)
     grad, gate, up = 3 * torch.randn(3, 5, 8)
-    gate.requires_grad_()
-    up.requires_grad_()
-    hidden = F.silu(gate) * up
-    expected = (*torch.autograd.grad(hidden, (gate, up), grad), hidden)
-    assert_near(plain_forward(gate, up), hidden)
-    assert_near(plain_backward(grad, gate, up), expected)
-    d_gate_up, joined_hidden = swiglu_joined_backward(grad, torch.cat([gate, up], dim=1))
-    assert_near((*d_gate_up.chunk(2, dim=1), joined_hidden), expected)
+    inputs = [gate.requires_grad_(), up.requires_grad_()]
+    hidden, weights = F.silu(gate) * up, None
+    if is_weighed:
+        inputs.append(weights := torch.rand(5, requires_grad=True))
+        hidden = hidden * weights.unsqueeze(1)
+    d_gate, d_up, *d_weights = torch.autograd.grad(hidden, inputs, grad)
+    assert_near(plain_forward(gate, up, weights), hidden)
+    *found, found_d_weights = plain_backward(grad, gate, up, weights)
+    assert_near(tuple(found), (d_gate, d_up, hidden))
+    d_gate_up, joined_hidden, joined_d_weights = swiglu_joined_backward(grad, torch.cat([gate, up], dim=1), weights)
+    assert_near((*d_gate_up.chunk(2, dim=1), joined_hidden), (d_gate, d_up, hidden))
+    if not is_weighed:
+        assert found_d_weights is joined_d_weights is None
+    else:
+        assert_near((found_d_weights, joined_d_weights), (*d_weights, *d_weights))
+
+
+def test_plain_weighing_is_what_autograd_says() -> None:
+    torch.manual_seed(0)
+    grad, hidden = torch.randn(2, 5, 8)
+    inputs = hidden.requires_grad_(), torch.rand(5, requires_grad=True)
+    found, expected = WeighRows.apply(*inputs), hidden * inputs[1].unsqueeze(1)
+    assert_near(found, expected)
+    assert_near(torch.autograd.grad(found, inputs, grad), torch.autograd.grad(expected, inputs, grad))
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64], ids=str)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from expertmesh.moe.dispatch import dedup
 from expertmesh.moe.experts import expert_mlp
 from expertmesh.moe.kernels.expert_rows import ExpertRows
 from expertmesh.moe.linear import quantized
@@ -83,6 +84,18 @@ def gathered() -> Iterator[None]:
     with _as_on_gpu() as taken:
         yield
     assert expert_mlp._JOINED not in {call.args[1] for call in taken.call_args_list}
+
+
+@contextmanager
+def weighed() -> Iterator[None]:
+    """A token's weights applied to the hidden values of its experts, as on GPUs where it is sent once."""
+    weigh = dedup.ArrivedOnce.weigh
+    with (
+        _as_on_gpu(),
+        mock.patch.object(dedup.ArrivedOnce, "weigh", autospec=True, side_effect=weigh) as weighing,
+    ):
+        yield
+    assert weighing.called
 
 
 @contextmanager
