@@ -41,7 +41,7 @@ def _swiglu(dtype: torch.dtype) -> None:
     for weights in (None, _empty(torch.float32, ROWS)):
         fused_forward(gate, up, weights)
         fused_backward(grad, gate, up, weights)
-        fused_forward(*gate_up.chunk(2, dim=1), weights)
+        fused_forward(gate_up[:, :F], gate_up[:, F:], weights)
         fused_joined_backward(grad, gate_up, weights)
 
 
