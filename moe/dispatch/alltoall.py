@@ -19,12 +19,21 @@ from ..util.recompute_cache import for_backward_alone, is_replaying, kept
 from ..util.step_parts import register_step_part
 from .dispatcher_registry import DispatchOptions, ExpertChunk, Sent
 from .exchange import Arrive, Exchange, Home, Return, Send
-from .permute import ExpertOrder, PermuteRows, RowsToTokens, TokensToRows, expert_order, first_rows
+from .permute import (
+    ExpertOrder,
+    PermuteRows,
+    RowsToTokens,
+    TokensToRows,
+    WeighedRowsToTokens,
+    WeightsToRows,
+    expert_order,
+    first_rows,
+)
 
 register_step_part(__name__, "dispatch")
 
 
-@dataclass(frozen=True)
+@dataclass
 class _LocalRows:
     """The rows of all experts, which are on this rank."""
 
@@ -32,8 +41,12 @@ class _LocalRows:
     experts: ExpertRows
     order: ExpertOrder
     weights_TK: Tensor
+    is_weighed: bool = False
 
-    reads_outputs = True
+    @property
+    def reads_outputs(self) -> bool:
+        """False in a replay of rows that are weighed, whose sums have been kept."""
+        return not (self.is_weighed and is_replaying())
 
     @property
     def rows(self) -> list[Tensor]:
@@ -46,14 +59,18 @@ class _LocalRows:
     def arrive(self, sent_RD: Tensor) -> Tensor:
         return sent_RD
 
-    def weigh(self) -> None:
-        return None
+    def weigh(self) -> Tensor:
+        self.is_weighed = True
+        weights_R: Tensor = WeightsToRows.apply(self.weights_TK, self.order)
+        return weights_R
 
     def give_back(self, rows_RD: Tensor) -> Tensor:
         return rows_RD
 
     def combine(self, returned: Sequence[Tensor]) -> Tensor:
         (rows_RD,) = returned
+        if self.is_weighed:
+            return WeighedRowsToTokens.apply(rows_RD, self.order)
         return RowsToTokens.apply(rows_RD, self.weights_TK, self.order)
 
 

@@ -24,11 +24,11 @@ from ..kernels.expert_rows import ExpertRows
 from ..util.recompute_cache import is_replaying, kept
 from ..util.step_parts import register_step_part
 from .alltoall import on_counts_stream, part_sizes, wait_for_counts
-from .dedup_relay import ArriveAndSpread, Combine, Relay, RelayBack, SendTokens, SumAndReturn, WeightsToRows
+from .dedup_relay import ArriveAndSpread, Combine, Relay, RelayBack, SendTokens, SumAndReturn
 from .dedup_routes import ArriveChoices, Choices, OnceEach, SendChoices, first_choices, rows_sent_once, sparse_rows
 from .dispatcher_registry import DispatchOptions, ExpertChunk, NodeGroups, Sent
 from .exchange import Exchange
-from .permute import ExpertOrder, count_experts, expert_order
+from .permute import ExpertOrder, WeightsToRows, count_experts, expert_order
 
 register_step_part(__name__, "dispatch")
 

@@ -12,6 +12,8 @@ In a replay (see `recompute_cache`) nothing is sent. Kept from the first run: th
 before they were spread, the tokens' sums, and the experts' results, of which the weights' gradients are made, unless
 they come weighed.
 
+As `Combine` saves tensors, a recomputation runs through to where all that has begun is waited for.
+
 `sum_dtype` is that in which sums travel: a token's sum over the experts of one destination is rounded to it.
 
 Shape suffixes: T tokens, or rows that arrived from the hop before, D model width, K experts per token, n rows sent, U
@@ -27,21 +29,9 @@ from torch.autograd.function import once_differentiable
 from ..util.recompute_cache import is_replaying, kept, placeholder
 from ..util.step_parts import register_step_part
 from .exchange import Exchange
-from .permute import ExpertOrder, combine_backward, gather_sum, spread_tokens
+from .permute import ExpertOrder, combine_backward, gather_sum, save_order, saved_order, spread_tokens
 
 register_step_part(__name__, "permute, combine")
-
-
-def _save(ctx: Any, order: ExpertOrder, *tensors: Tensor) -> None:
-    """Save an order for backward, and other tensors: where a layer is checkpointed, none of them is kept until it is
-    recomputed. As `Combine` saves some, recomputation runs through to where all that has begun is waited for."""
-    ctx.is_sparse = order.is_sparse
-    ctx.save_for_backward(order.source_n, order.position_TK, order.is_kept_TK, *tensors)
-
-
-def _saved(ctx: Any) -> tuple[ExpertOrder, list[Tensor]]:
-    source_n, position_TK, is_kept_TK, *tensors = ctx.saved_tensors
-    return ExpertOrder(source_n, position_TK, is_kept_TK, ctx.is_sparse), tensors
 
 
 class SendTokens(torch.autograd.Function):
@@ -51,7 +41,7 @@ class SendTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, order: ExpertOrder, exchange: Exchange, is_last: bool) -> tuple[Tensor, ...]:
         ctx.exchange, ctx.dtype = exchange, x_TD.dtype
-        _save(ctx, order)
+        save_order(ctx, order)
         parts = range(len(exchange.sent))
 
         def begin() -> tuple[Tensor, ...]:
@@ -66,7 +56,7 @@ class SendTokens(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        order, _ = _saved(ctx)
+        order, _ = saved_order(ctx)
         return gather_sum(ctx.exchange.wait_for_returned(), order, None, ctx.dtype), None, None, None
 
 
@@ -85,7 +75,7 @@ class Relay(torch.autograd.Function):
     ) -> Tensor:
         ctx.exchange, ctx.part, ctx.onward, ctx.sum_dtype = exchange, part, onward, sum_dtype
         ctx.shape = arriving_TD.shape
-        _save(ctx, order)
+        save_order(ctx, order)
         if not is_replaying():
             exchange.wait_for_sent(part)
         sent_UD: Tensor = kept("rows sent", lambda: onward.begin_sending(0, spread_tokens(arriving_TD, order)))
@@ -94,7 +84,7 @@ class Relay(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_UD: Tensor) -> tuple[Tensor | None, ...]:
-        order, _ = _saved(ctx)
+        order, _ = saved_order(ctx)
         grad_nD = ctx.onward.wait_for_returned()
         ctx.exchange.begin_returning(ctx.part, gather_sum(grad_nD, order, None, ctx.sum_dtype))
         return placeholder(grad_UD, *ctx.shape), None, None, None, None, None
@@ -109,7 +99,7 @@ class ArriveAndSpread(torch.autograd.Function):
     ) -> Tensor:
         ctx.exchange, ctx.part, ctx.sum_dtype = exchange, part, sum_dtype
         ctx.shape = arriving_UD.shape
-        _save(ctx, order)
+        save_order(ctx, order)
         if not is_replaying():
             exchange.wait_for_sent(part)
         return spread_tokens(arriving_UD, order)
@@ -117,27 +107,9 @@ class ArriveAndSpread(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
-        order, _ = _saved(ctx)
+        order, _ = saved_order(ctx)
         ctx.exchange.begin_returning(ctx.part, gather_sum(grad_RD, order, None, ctx.sum_dtype))
         return placeholder(grad_RD, *ctx.shape), None, None, None, None
-
-
-class WeightsToRows(torch.autograd.Function):
-    """The weight of each row's choice, (R,)."""
-
-    @staticmethod
-    def forward(ctx: Any, weights_UK: Tensor, order: ExpertOrder) -> Tensor:
-        ctx.shape = weights_UK.shape
-        _save(ctx, order)
-        return weights_UK.reshape(-1).index_select(0, order.source_n)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_R: Tensor) -> tuple[Tensor, None]:
-        order, _ = _saved(ctx)
-        grad_UK = grad_R.new_zeros(ctx.shape)
-        grad_UK.view(-1).index_copy_(0, order.source_n, grad_R)
-        return grad_UK, None
 
 
 class SumAndReturn(torch.autograd.Function):
@@ -156,10 +128,10 @@ class SumAndReturn(torch.autograd.Function):
     ) -> Tensor:
         ctx.exchange, ctx.part, ctx.dtype = exchange, part, rows_RD.dtype
         if weights_UK is None:
-            _save(ctx, order)
+            save_order(ctx, order)
         else:
             rows_RD = kept("experts' results", lambda: rows_RD)
-            _save(ctx, order, rows_RD, weights_UK)
+            save_order(ctx, order, rows_RD, weights_UK)
         if not is_replaying():
             exchange.begin_returning(part, gather_sum(rows_RD, order, weights_UK, sum_dtype))
         return rows_RD.new_empty(0)
@@ -167,7 +139,7 @@ class SumAndReturn(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        order, rows_and_weights = _saved(ctx)
+        order, rows_and_weights = saved_order(ctx)
         grad_UD = ctx.exchange.wait_for_sent(ctx.part)
         if not rows_and_weights:
             return spread_tokens(grad_UD, order).to(ctx.dtype), None, None, None, None, None
@@ -189,7 +161,7 @@ class RelayBack(torch.autograd.Function):
         sum_dtype: torch.dtype,
     ) -> Tensor:
         ctx.onward, ctx.exchange, ctx.part = onward, exchange, part
-        _save(ctx, order)
+        save_order(ctx, order)
         if not is_replaying():
             exchange.begin_returning(part, gather_sum(onward.wait_for_returned(), order, None, sum_dtype))
         return returned.new_empty(0)
@@ -197,7 +169,7 @@ class RelayBack(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        order, _ = _saved(ctx)
+        order, _ = saved_order(ctx)
         ctx.onward.begin_sending(0, spread_tokens(ctx.exchange.wait_for_sent(ctx.part), order))
         return grad.new_empty(0), None, None, None, None, None
 
@@ -209,14 +181,14 @@ class Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, order: ExpertOrder, dtype: torch.dtype, *returned: Tensor) -> Tensor:
         ctx.exchange, ctx.num_parts = exchange, len(returned)
-        _save(ctx, order)
+        save_order(ctx, order)
         out_TD: Tensor = kept("tokens' sums", lambda: gather_sum(exchange.wait_for_returned(), order, None, dtype))
         return out_TD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        order, _ = _saved(ctx)
+        order, _ = saved_order(ctx)
         rows_nD = spread_tokens(grad_TD, order)
         # the last part's experts come first in backward
         for part in reversed(range(ctx.num_parts)):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..util.gpu import takes_triton
-from ..util.recompute_cache import result_of
+from ..util.recompute_cache import kept, result_of
 from ..util.step_parts import register_step_part
 
 register_step_part(__name__, "permute, combine")
@@ -92,6 +92,40 @@ class RowsToTokens(torch.autograd.Function):
         return *combine_backward(grad_TD, rows_nD, weights_TK, ctx.order), None
 
 
+class WeightsToRows(torch.autograd.Function):
+    """weights_n[i] = weights_TK[choice of row i]."""
+
+    @staticmethod
+    def forward(ctx: Any, weights_TK: Tensor, order: ExpertOrder) -> Tensor:
+        save_order(ctx, order)
+        return weights_TK.reshape(-1).index_select(0, order.source_n)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_n: Tensor) -> tuple[Tensor, None]:
+        order, _ = saved_order(ctx)
+        grad_TK = grad_n.new_zeros(order.position_TK.shape)
+        grad_TK.view(-1).index_copy_(0, order.source_n, grad_n)
+        return grad_TK, None
+
+
+class WeighedRowsToTokens(torch.autograd.Function):
+    """`RowsToTokens` of rows that have been weighed: their sums. In a replay those of the first run, for which nothing
+    reads the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_nD: Tensor, order: ExpertOrder) -> Tensor:
+        save_order(ctx, order)
+        out_TD: Tensor = kept("tokens' sums", lambda: gather_sum(rows_nD, order, None))
+        return out_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None]:
+        order, _ = saved_order(ctx)
+        return spread_tokens(grad_TD, order), None
+
+
 class PermuteRows(torch.autograd.Function):
     """rows_RD[index_R], where `inverse_R` is the inverse permutation and serves the backward. Either way each row is
     read once and written once, which torch's own operator does as well as any."""
@@ -105,6 +139,19 @@ class PermuteRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
         return grad_RD.index_select(0, ctx.inverse_R), None, None
+
+
+def save_order(ctx: Any, order: ExpertOrder, *tensors: Tensor) -> None:
+    """Save an order for backward, and other tensors: where a layer is checkpointed, none of them is kept until it is
+    recomputed."""
+    ctx.is_sparse = order.is_sparse
+    ctx.save_for_backward(order.source_n, order.position_TK, order.is_kept_TK, *tensors)
+
+
+def saved_order(ctx: Any) -> tuple[ExpertOrder, list[Tensor]]:
+    """What `save_order` has saved."""
+    source_n, position_TK, is_kept_TK, *tensors = ctx.saved_tensors
+    return ExpertOrder(source_n, position_TK, is_kept_TK, ctx.is_sparse), tensors
 
 
 def spread_tokens(x_TD: Tensor, order: ExpertOrder) -> Tensor:

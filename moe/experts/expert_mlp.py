@@ -67,7 +67,7 @@ class ExpertMLP(nn.Module):
         self,
         sent: Sequence[Tensor],
         parts: Sequence[ExpertChunk],
-        needs_output: bool = True,
+        reads_outputs: Callable[[], bool] = lambda: True,
         finish: Callable[[Tensor], Tensor] | None = None,
     ) -> list[Tensor]:
         """Pass each chunk's rows through its experts, once they have arrived, and send them back.
@@ -77,9 +77,9 @@ class ExpertMLP(nn.Module):
         Args:
             sent: rows of each chunk, perhaps still being sent. Separate tensors, by which FSDP finds out when backward
                 is done with this module.
-            needs_output: whether results are read; if not, only what backward needs is computed (see
-                `moe.util.recompute_cache`).
-            finish: applied to the experts' results.
+            reads_outputs: whether results are read, once rows are weighed; if not, only what backward needs is computed
+                (see `moe.util.recompute_cache`).
+            finish: applied to the experts' results, which it reads.
         """
         returned = []
         call, weighs = self._deferrable_call(), finish is None and self._weighs(sent[0])
@@ -92,7 +92,7 @@ class ExpertMLP(nn.Module):
             experts = replace(
                 part.experts, most_apart=self.most_apart, is_beside=is_beside, call=call, weights_R=weights_R
             )
-            out_RD = self._compute(rows_RD, experts, weights, needs_output)
+            out_RD = self._compute(rows_RD, experts, weights, finish is not None or reads_outputs())
             returned.append(part.give_back(out_RD if finish is None else finish(out_RD)))
         return returned
 

@@ -74,8 +74,7 @@ class DMoE(nn.Module):
         sent = self.dispatcher.send(x_TD, experts_TK, weights_TK, counts_E, is_token_T is not None)
         if self.beside is not None and self.dispatcher.is_remote:
             self.beside.compute(x_TD, forward)
-        needs_output = sent.reads_outputs or self.post_expert_norm is not None
-        returned = self.mlp(sent.rows, sent.parts, needs_output, self.post_expert_norm)
+        returned = self.mlp(sent.rows, sent.parts, lambda: sent.reads_outputs, self.post_expert_norm)
         logits_TE = forward.logits_TE.pop(self, None)
         # with a graph also in the recomputation of a checkpointed layer, which must keep as many tensors
         if forward.has_router_losses or not forward.is_again:

@@ -15,9 +15,8 @@ from expertmesh.moe.dispatch.dedup_relay import (
     RelayBack,
     SendTokens,
     SumAndReturn,
-    WeightsToRows,
 )
-from expertmesh.moe.dispatch.permute import ExpertOrder, expert_order, first_rows
+from expertmesh.moe.dispatch.permute import ExpertOrder, WeightsToRows, expert_order, first_rows
 
 T, D, K, E = 7, 5, 3, 4
 

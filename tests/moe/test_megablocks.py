@@ -15,7 +15,6 @@ from expertmesh.moe.kernels import megablocks_ops
 from expertmesh.moe.kernels.kernel_entries import MEGABLOCKS_SPARSE_ENTRY
 from expertmesh.moe.kernels.megablocks import _topology, load_megablocks
 from expertmesh.moe.kernels.swiglu import plain_backward, plain_forward, swiglu_joined_backward
-from expertmesh.moe.kernels.weighing import WeighRows, plain_weighed, plain_weighed_backward
 from expertmesh.moe.util.errors import ExpertMeshError
 from tests.interpreter import interpreted, prepare_megablocks
 from tests.moe.kernel_contract import check_kernel, rows_of
@@ -148,25 +147,6 @@ def check_joined_swiglu(rows: int, dtype: torch.dtype, device: str, tolerance: f
             assert torch.equal(mine, joined)
 
 
-@interpreted
-@pytest.mark.parametrize("rows", [0, 1, 21])
-def test_fused_weighing_equals_plain(rows: int) -> None:
-    check_weighing(rows, torch.float32, "cpu", OTHER_ORDER)
-
-
-def check_weighing(rows: int, dtype: torch.dtype, device: str, tolerance: float) -> None:
-    torch.manual_seed(0)
-    fused: Any = importlib.import_module("expertmesh.moe.kernels.weighing_triton")
-    for width in (104, 1024, 2500):
-        hidden, grad = (3 * torch.randn(2, rows, width, device=device)).to(dtype)
-        weights = torch.rand(rows, device=device)
-        assert relative_error(fused.fused_weighed(hidden, weights), plain_weighed(hidden, weights)) < tolerance
-        found = fused.fused_weighed_backward(grad, hidden, weights)
-        for mine, plain in zip(found, plain_weighed_backward(grad, hidden, weights), strict=True):
-            assert mine.dtype == plain.dtype
-            assert relative_error(mine, plain) < tolerance
-
-
 @pytest.mark.parametrize("is_weighed", [False, True])
 def test_plain_swiglu_is_what_autograd_says(is_weighed: bool) -> None:
     torch.manual_seed(0)
@@ -186,15 +166,6 @@ def test_plain_swiglu_is_what_autograd_says(is_weighed: bool) -> None:
         assert found_d_weights is joined_d_weights is None
     else:
         assert_near((found_d_weights, joined_d_weights), (*d_weights, *d_weights))
-
-
-def test_plain_weighing_is_what_autograd_says() -> None:
-    torch.manual_seed(0)
-    grad, hidden = torch.randn(2, 5, 8)
-    inputs = hidden.requires_grad_(), torch.rand(5, requires_grad=True)
-    found, expected = WeighRows.apply(*inputs), hidden * inputs[1].unsqueeze(1)
-    assert_near(found, expected)
-    assert_near(torch.autograd.grad(found, inputs, grad), torch.autograd.grad(expected, inputs, grad))
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64], ids=str)

@@ -70,7 +70,7 @@ def test_experts(kind: str, saved: int, kernel: str) -> None:
     calls, grads = [], []
     for needs_output in (True, False):
         with Calls() as counted:
-            (out,) = experts.mlp([rows], sent.parts, needs_output)
+            (out,) = experts.mlp([rows], sent.parts, lambda needs_output=needs_output: needs_output)
         calls.append(counted.products())
         grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
         grads.append(torch.autograd.grad(out, [x_TD, *experts.parameters()], grad, retain_graph=True))

@@ -22,7 +22,7 @@ GROUPED: dict[str, Any] = {"kernel": "torch-grouped"}
 FULL: dict[str, Any] = {"gradient_checkpointing": "full"}
 SELECTIVE: dict[str, Any] = {"gradient_checkpointing": "selective"}
 KEPT = SELECTIVE | {"keep_expert_products": 1}
-WEIGHED = GROUPED | SELECTIVE | {"dispatch": "rank", "within": within.weighed}
+WEIGHED = GROUPED | SELECTIVE | {"within": within.weighed}
 BF16: dict[str, Any] = {"compute_dtype": torch.bfloat16}
 LORA: dict[str, Any] = {"adapter": "lora", "lora_rank": 4}
 MUON: dict[str, Any] = {"optim": "muon"}
@@ -47,7 +47,8 @@ MAIN: list[Row] = [
     *rows("grouped", "4 ep 2 hybrid, slow", samples=SAMPLES, **AUX, **GROUPED),
     *rows("recomputed in full", "2 ep 2 | 4 ep 2 hybrid, slow", samples=SAMPLES, balance=0.05, **FULL),
     *rows("recomputed in part", "1 | 4 ep 2, slow | 4 ep 4", samples=SAMPLES, **AUX, **SELECTIVE, **GROUPED),
-    *rows("weighed", "4 ep 2", samples=SAMPLES, **AUX, **WEIGHED),
+    *rows("weighed", "1", samples=SAMPLES, **AUX, **WEIGHED),
+    *rows("weighed, sent once", "4 ep 2", samples=SAMPLES, **AUX, **WEIGHED, dispatch="rank"),
     *rows("not resharded", "4 ep 2", samples=SAMPLES, z=0.01, accumulation=2, reshard_after_forward=False),
     *rows("balanced per layer", "4 ep 2", samples=SAMPLES, balance=0.05, router_aux_loss_per_layer=True),
     *rows("compiled", "2 ep 2, slow", samples=SAMPLES, z=0.01, compile=True, within=within.eager, **SELECTIVE),
@@ -262,8 +263,8 @@ BITS: list[Row] = [
     *rows("in part, an expert a rank", "2 ep 2", **AGAIN, **SELECTIVE, **GROUPED, changes=TWO_EXPERTS),
     *rows("in part, biases", "2 ep 2, slow", **AGAIN, **SELECTIVE, **GROUPED, family="gpt_oss"),
     *rows("in part, fp8", "2 ep 2, slow", **AGAIN, **SELECTIVE, **BF16, kernel="fp8"),
-    *rows("in part, weighed", "2 ep 2, slow", **AGAIN, **WEIGHED, **BF16, overlap_chunks=2),
-    *rows("in part, weighed, adapters", "2 ep 2, slow", **AGAIN, **WEIGHED, **DROPOUT),
+    *rows("in part, weighed", "2 ep 2, slow", **AGAIN, **WEIGHED, **BF16, dispatch="rank", overlap_chunks=2),
+    *rows("in part, weighed, adapters", "1, slow", **AGAIN, **WEIGHED, **DROPOUT),
     *rows("in part, MegaBlocks", "2 ep 2, slow", **AGAIN, **SELECTIVE, **MEGABLOCKS),
     *rows("in part, adapters", "2 ep 2, slow", **AGAIN, **SELECTIVE, **DROPOUT, family="gpt_oss"),
     *rows("in part, adapters and fp8", "2 ep 2, slow", **AGAIN, **SELECTIVE, **LORA, base_dtype="fp8"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertmesh.moe.dispatch import dedup
+from expertmesh.moe.dispatch.permute import WeightsToRows
 from expertmesh.moe.experts import expert_mlp
 from expertmesh.moe.kernels.expert_rows import ExpertRows
 from expertmesh.moe.linear import quantized
@@ -88,12 +88,9 @@ def gathered() -> Iterator[None]:
 
 @contextmanager
 def weighed() -> Iterator[None]:
-    """A token's weights applied to the hidden values of its experts, as on GPUs where it is sent once."""
-    weigh = dedup.ArrivedOnce.weigh
-    with (
-        _as_on_gpu(),
-        mock.patch.object(dedup.ArrivedOnce, "weigh", autospec=True, side_effect=weigh) as weighing,
-    ):
+    """A token's weights applied to the hidden values of its experts, as on GPUs."""
+    weigh = WeightsToRows.forward
+    with _as_on_gpu(), mock.patch.object(WeightsToRows, "forward", side_effect=weigh) as weighing:
         yield
     assert weighing.called
 
