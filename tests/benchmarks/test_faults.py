@@ -40,7 +40,7 @@ def test_short_form(printed_by: Callable[[list[str]], str]) -> None:
         assert (f"| {fault.what} | " in printed) == (fault.in_short and not fault.of_pipelines), name
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_between_stages(printed_by: Callable[[list[str]], str]) -> None:
     """A rank that is lost, or hangs, as it exchanges with another stage: the others say in which."""
     flags = ["--faults", "die-sending", "hang-receiving", "--pp-size", "2", "--times", "1", "--ranks", "2"]

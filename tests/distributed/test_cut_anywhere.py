@@ -74,7 +74,9 @@ def runs_on(data: str, phase: str, runs: Runs, directory: Path) -> Runs:
 @pytest.mark.parametrize(
     ("phase", "data", "number"),
     tiered(
-        QUICK, [case for case in CASES[::2] if case not in QUICK], [case for case in CASES[1::2] if case not in QUICK]
+        QUICK,
+        slow=[case for case in CASES[::4] if case not in QUICK],
+        release=[case for case in CASES if case not in (*CASES[::4], *QUICK)],
     ),
     ids=lambda value: signal.Signals(value).name if isinstance(value, int) else value,
 )

@@ -139,12 +139,12 @@ RESUMED = tiered(
     quick=[("mixtral", SQUARE, Layout(ep=4), "")],
     slow=[
         ("noise", Layout(ep=2), Layout(ep=2), ""),
-        *(("mixtral", before, after, "") for before, after in [(SQUARE, SQUARE), (SQUARE, ONE), (STAGES, HEADS)]),
-        *(("mixtral", before, after, "") for before, after in [(HEADS, POSITIONS), (POSITIONS, STAGES)]),
-        *(("mixtral", TWO_STAGES, after, "lora") for after in (TWO_STAGES, ONE)),
-        *(("deepseek", TWO_STAGES, after, "biases") for after in (TWO_STAGES, ONE)),
+        *(("mixtral", before, after, "") for before, after in [(SQUARE, ONE), (STAGES, HEADS), (POSITIONS, STAGES)]),
+        *(("mixtral", TWO_STAGES, ONE, "lora"), ("deepseek", TWO_STAGES, TWO_STAGES, "biases")),
     ],
     release=[
+        *(("mixtral", before, after, "") for before, after in [(SQUARE, SQUARE), (HEADS, POSITIONS)]),
+        *(("mixtral", TWO_STAGES, TWO_STAGES, "lora"), ("deepseek", TWO_STAGES, ONE, "biases")),
         *(("mixtral", SQUARE, Layout(dp=2, ep=2, shard="hybrid"), ""), ("mixtral", POSITIONS, Layout(ep=4, tp=4), "")),
         *(("mixtral", STAGES, after, "") for after in (STAGES, Layout(pp=2, ep=2, cp=2), Layout(pp=4, ep=2))),
         *(("mixtral", HEADS, after, "") for after in (HEADS, Layout(pp=2, dp=2, tp=2))),

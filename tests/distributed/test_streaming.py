@@ -40,6 +40,7 @@ def assert_alike(one: Ended, other: Ended, start: int = 0) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_same_with_any_layout(layout: str, runs: Runs) -> None:
     number, flags = LAYOUTS[layout]

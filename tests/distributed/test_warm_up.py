@@ -85,8 +85,18 @@ def _uses(path: Path, topology: Topology, case: Case) -> tuple[list[Use], list[U
 @pytest.mark.parametrize(
     "name",
     tiered(
-        slow=["pp", "tp and cp", "once to each node", "interleaved", "matrices of replicas"],
-        release=["ep 4 of 8", "hybrid", "matrices of a stage", "cp", "tp", "pp 4, tied", "zero-bubble"],
+        slow=["tp and cp", "once to each node", "interleaved"],
+        release=[
+            "pp",
+            "matrices of replicas",
+            "ep 4 of 8",
+            "hybrid",
+            "matrices of a stage",
+            "cp",
+            "tp",
+            "pp 4, tied",
+            "zero-bubble",
+        ],
     ),
 )
 def test_no_step_is_the_first_to_use_a_group(ranks: RankPool, tmp_path: Path, name: str) -> None:

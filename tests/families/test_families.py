@@ -106,7 +106,7 @@ QUICK = ("qwen3_next",)
 """One whose layers carry a state; tests of everything else run on one that has nothing particular."""
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(14)
 @pytest.mark.parametrize(
     ("family", "few"),
     [

@@ -351,7 +351,7 @@ INPUTS: dict[str, Input] = {
 
 
 @pytest.mark.slow
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", INPUTS)
 def test_damaged(campaign: Callable[..., int], origin: Callable[[str], Path], name: str) -> None:
     campaign(damaged, name, origin(INPUTS[name].origin))

@@ -38,15 +38,15 @@ HALF = SAMPLES[:16]
 MAIN: list[Row] = [
     *rows(
         "auxiliary losses",
-        "1 | 4 ep 2 | 4 ep 4, slow | 2, release | 8 ep 4, release | 8 ep 8, release",
+        "1 | 4 ep 2 | 4 ep 4, release | 2, release | 8 ep 4, release | 8 ep 8, release",
         samples=SAMPLES,
         **AUX,
     ),
     *rows("2 micro-batches", "4 ep 2 hybrid | 2 hybrid, slow", samples=SAMPLES, z=0.01, accumulation=2),
     *rows("4 micro-batches", "4, slow | 8 ep 4 hybrid, release", samples=SAMPLES, z=0.01, accumulation=4, **GROUPED),
     *rows("grouped", "4 ep 2 hybrid, slow", samples=SAMPLES, **AUX, **GROUPED),
-    *rows("recomputed in full", "2 ep 2 | 4 ep 2 hybrid, slow", samples=SAMPLES, balance=0.05, **FULL),
-    *rows("recomputed in part", "1 | 4 ep 2, slow | 4 ep 4", samples=SAMPLES, **AUX, **SELECTIVE, **GROUPED),
+    *rows("recomputed in full", "2 ep 2 | 4 ep 2 hybrid, release", samples=SAMPLES, balance=0.05, **FULL),
+    *rows("recomputed in part", "1 | 4 ep 2, release | 4 ep 4", samples=SAMPLES, **AUX, **SELECTIVE, **GROUPED),
     *rows("weighed", "1", samples=SAMPLES, **AUX, **WEIGHED),
     *rows("weighed, sent once", "4 ep 2", samples=SAMPLES, **AUX, **WEIGHED, dispatch="rank"),
     *rows("not resharded", "4 ep 2", samples=SAMPLES, z=0.01, accumulation=2, reshard_after_forward=False),
@@ -92,7 +92,7 @@ DIVIDED: list[Row] = [
 # an expert's rows, and a block's, lie on two ranks
 TWO_EXPERTS: dict[str, Any] = {"num_local_experts": 2}
 OPTIMIZERS: list[Row] = [
-    *rows("muon", "2 ep 2 | 4 ep 2 hybrid, slow", samples=HALF, z=0.01, **MUON),
+    *rows("muon", "2 ep 2 | 4 ep 2 hybrid, release", samples=HALF, z=0.01, **MUON),
     *rows("muon, 2 experts", "4, slow", samples=HALF, z=0.01, changes=TWO_EXPERTS, **MUON),
     *rows("shampoo", "1, slow | 4 ep 2 hybrid, release | 4 ep 4, release", samples=HALF, z=0.01, **SHAMPOO),
     *rows("shampoo, 2 experts", "4, slow", samples=HALF, z=0.01, changes=TWO_EXPERTS, **SHAMPOO),
@@ -115,13 +115,13 @@ EDGES: list[Row] = [
     # ranks without a row, and so without a token, take part with a position of padding
     *rows("one row", "4 ep 2, slow", samples=random_samples([9]), **FEW),
     *rows("one target", "4 ep 4, slow", samples=random_samples([2]), **FEW),
-    *rows("no target", "2 ep 2 | 4 ep 4, slow", samples=random_samples([1]), **FEW),
+    *rows("no target", "2 ep 2 | 4 ep 4, release", samples=random_samples([1]), **FEW),
     *rows("two rows", "4 ep 2, slow", samples=random_samples([2, 11]), **FEW),
     *rows("uneven rows", "4 ep 4", samples=random_samples([1, 1, 30]), **FEW),
     # a router of zeros ties all experts, and top-1 then takes the same one for every token
     *rows("one expert", "4 ep 4", samples=SAMPLES[:8], **ONE_EXPERT, **GROUPED),
     *rows("one expert, loop", "4 ep 2, slow", samples=SAMPLES[:8], **ONE_EXPERT),
-    *rows("near fp32", "1 | 4 ep 2, slow", samples=HALF, steps=1, allowed=NEAR_FP32, **BF16),
+    *rows("near fp32", "1 | 4 ep 2, release", samples=HALF, steps=1, allowed=NEAR_FP32, **BF16),
     *rows("2 experts", "4 ep 2, slow | 8 ep 2 hybrid, release", samples=SAMPLES, balance=0.05, changes=TWO_EXPERTS),
     *rows("4 experts", "4 ep 4, slow", samples=SAMPLES, balance=0.05, changes={"num_local_experts": 4}),
     *rows("6 experts, top 3", "4 ep 2 hybrid", samples=SAMPLES, balance=0.05, changes=SMALL),
@@ -159,7 +159,7 @@ WRAPPED = {name: value for name, value in PACKED.items() if name != "z"} | {
 }
 SHORT_WINDOW = {"sliding_window": 6}
 PACKING: list[Row] = [
-    *rows("packed", "2 ep 2 | 1, slow | 4 ep 2, release", **PACKED, attention="sdpa", **SELECTIVE),
+    *rows("packed", "2 ep 2 | 1, release | 4 ep 2, release", **PACKED, attention="sdpa", **SELECTIVE),
     *rows("packed, eager", "1", **PACKED, attention="eager"),
     *rows("packed, split texts", "2 ep 2", **(PACKED | {"samples": split_texts([61, 5, 40, 17, 2], 16)})),
     # where a token beyond the sequence is routed and balanced by transformers alone
@@ -167,7 +167,7 @@ PACKING: list[Row] = [
     # what the log tells of routing, too
     *rows("packed or not", "1", **PACKED, against={"packing": None}),
     *rows("packed, all heads", "2 ep 2, slow", **PACKED, changes={"num_key_value_heads": 4}),
-    *rows("packed, window", "1 | 4 ep 4, slow", **PACKED, changes=SHORT_WINDOW),
+    *rows("packed, window", "1 | 4 ep 4, release", **PACKED, changes=SHORT_WINDOW),
     *rows("packed, window, masked", "2 ep 2", **PACKED, attention="sdpa", changes=SHORT_WINDOW),
 ]
 
@@ -197,7 +197,7 @@ LAYOUTS: list[Row] = [
     *rows(
         "AdamW in bf16", "4 ep 2 hybrid, slow", **LOW_BIT, optim="adamw_bf16", allowed=replace(NEAR_BF16, grads=3e-4)
     ),
-    *rows("fp8", "2 ep 2 | 4 ep 2, slow", **IN_FP8),
+    *rows("fp8", "2 ep 2 | 4 ep 2, release", **IN_FP8),
     *rows("fp8, 2 micro-batches", "4 ep 2 hybrid, slow", **IN_FP8, accumulation=2),
     *rows("dense fp8", "2 ep 2", **DENSE_IN_FP8, **SELECTIVE),
     *rows("dense fp8, adapters", "4 ep 2 hybrid, slow", **DENSE_IN_FP8, **LORA, **FULL),
@@ -259,7 +259,7 @@ BITS: list[Row] = [
     *rows("in chunks, copies", "4 ep 2 hybrid, slow", **IN_THREE, **SELECTIVE, **BF16, reshard_after_forward=False),
     *rows("again", "2 ep 2", **(AGAIN | {"against": {}}), **AUX, **BF16, changes=NOISE),
     *rows("in full, noise", "2, slow | 4 ep 2, release", **AGAIN, **AUX, **BF16, **FULL, changes=NOISE),
-    *rows("in part, noise", "1 | 4 ep 4, slow", **AGAIN, **AUX, **SELECTIVE, changes=NOISE),
+    *rows("in part, noise", "1 | 4 ep 4, release", **AGAIN, **AUX, **SELECTIVE, changes=NOISE),
     *rows("in part, an expert a rank", "2 ep 2", **AGAIN, **SELECTIVE, **GROUPED, changes=TWO_EXPERTS),
     *rows("in part, biases", "2 ep 2, slow", **AGAIN, **SELECTIVE, **GROUPED, family="gpt_oss"),
     *rows("in part, fp8", "2 ep 2, slow", **AGAIN, **SELECTIVE, **BF16, kernel="fp8"),
@@ -268,18 +268,18 @@ BITS: list[Row] = [
     *rows("in part, MegaBlocks", "2 ep 2, slow", **AGAIN, **SELECTIVE, **MEGABLOCKS),
     *rows("in part, adapters", "2 ep 2, slow", **AGAIN, **SELECTIVE, **DROPOUT, family="gpt_oss"),
     *rows("in part, adapters and fp8", "2 ep 2, slow", **AGAIN, **SELECTIVE, **LORA, base_dtype="fp8"),
-    *rows("copies kept", "2 ep 2 | 4 ep 2 pp 2, slow", **COPIES, **FULL, **BF16),
+    *rows("copies kept", "2 ep 2 | 4 ep 2 pp 2, release", **COPIES, **FULL, **BF16),
     *rows("activations offloaded", "2 ep 2", **AGAIN, **AWAY, accumulation=2),
     *rows("activations offloaded, adapters", "2, slow", **AGAIN, **(AWAY | SELECTIVE), **DROPOUT),
     *rows("activations offloaded, biases", "2 ep 2, slow", **AGAIN, **AWAY, **BF16, family="gpt_oss"),
-    *rows("MXFP4 as published", "1 | 2 ep 2, slow | 4 ep 2 hybrid, release | 4, release", **AS_PUBLISHED, **FULL),
+    *rows("MXFP4 as published", "1 | 2 ep 2, release | 4 ep 2 hybrid, release | 4, release", **AS_PUBLISHED, **FULL),
     *rows("MXFP4 as published, bf16", "2, slow | 4 ep 2, release", **AS_PUBLISHED, **SELECTIVE, **BF16, **GROUPED),
     *rows("MXFP4 as published, tp", "4 ep 2 tp 2, slow", **(AS_PUBLISHED | {"family": "mixtral"}), **BF16),
     *rows("MXFP4 as published, stages", "4 ep 2 pp 2, slow", **AS_PUBLISHED, **KEPT, accumulation=4, overlap_chunks=2),
     *rows("a few experts at a time, nf4", "2 ep 2", **IN_PARTS, **SELECTIVE, base_dtype="nf4"),
     *rows("a few experts at a time, fp8", "2 ep 2, slow", **IN_PARTS, **FULL, **GROUPED, base_dtype="fp8"),
     *rows("a few experts at a time, MXFP4", "2 ep 2, slow", **(AS_PUBLISHED | IN_PARTS)),
-    *rows("experts offloaded", "1 | 2 ep 2, slow | 2, release", **FROM_HOST, **FULL, **GROUPED, base_dtype="nf4"),
+    *rows("experts offloaded", "1 | 2 ep 2, release | 2, release", **FROM_HOST, **FULL, **GROUPED, base_dtype="nf4"),
     *rows("experts offloaded, not recomputed", "1, slow | 4 ep 2 tp 2, release", **FROM_HOST, **BF16),
     *rows("experts offloaded, frozen", "4 ep 2, slow", **(FROM_HOST | {"adapter": "none"}), freeze=["experts"]),
     *rows("experts offloaded, attention", "2 ep 2, slow", **FROM_HOST, **SELECTIVE, lora_targets=["attention"]),

@@ -52,6 +52,7 @@ def test_as_transformers_trains(
         assert_equal_weights(read(ran.out / "hf"), read(shared / "weights"))
 
 
+@pytest.mark.release
 @pytest.mark.usefixtures("freed_memory_given_back")
 def test_adapters_as_peft_trains_them(real_model: Path, batch: Batch, tmp_path: Path) -> None:
     row = ROWS["LoRA, ep 2"]
@@ -101,7 +102,7 @@ def in_nf4(model: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("base", "changed", "most"),
-    tiered(slow=[("nf4", in_nf4, 2e-3)], release=[("float32", lambda model: model, OF_30_LAYERS)]),
+    tiered(release=[("nf4", in_nf4, 2e-3), ("float32", lambda model: model, OF_30_LAYERS)]),
     ids=["nf4", "float32"],
 )
 def test_perplexity_of_a_base(

@@ -227,10 +227,12 @@ def test_figures_of_a_hybrid_are_told_by_few_periods(name: str, period: Sequence
     assert told.time.total == pytest.approx(run.time.total, rel=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "stages", "rank"),
-    [("1f1b", "9,6", 0), ("1f1b", "5,9", 4), ("zero-bubble", "9,6", 0), ("interleaved", "4,12,4,12", 4)],
+    tiered(
+        slow=[("1f1b", "5,9", 4), ("zero-bubble", "9,6", 0)],
+        release=[("1f1b", "9,6", 0), ("interleaved", "4,12,4,12", 4)],
+    ),
 )
 def test_figures_of_a_stage_are_told_by_short_stages(name: str, stages: str, rank: int) -> None:
     """Other stages, of which a rank holds nothing, are as short as can be."""
@@ -338,8 +340,9 @@ def test_patterns_by_a_layers_number_find_what_they_find_in_the_complete_model(p
     assert {n for n in KEPT if any(f"layers.{n}." in name for name in untrained)} == frozen
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [{}, {"pp_size": 2, "pipeline_layers": "16,16"}], ids=["alone", "pipeline"])
+@pytest.mark.parametrize(
+    "flags", tiered(slow=[{"pp_size": 2, "pipeline_layers": "16,16"}], release=[{}]), ids=["pipeline", "alone"]
+)
 def test_a_layer_that_is_frozen_by_its_number(flags: dict[str, Any]) -> None:
     """It is of another kind than those beside it, and stays."""
     told, run = both(tiny_mixtral(num_hidden_layers=32), 8, ep_size=2, freeze=[r"layers\.2\."], **flags)
