@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 FILE = "tests/families/test_families.py"
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_file_alone_has_the_same_cases_as_among_others() -> None:
     among_others = collected("slow and not release", "tests/moe", FILE)
     cases = [case for case in among_others if case.startswith(FILE)]

@@ -61,7 +61,9 @@ def under_ddp(ranks: RankPool, model: Path, tmp_path_factory: pytest.TempPathFac
     return found
 
 
-@pytest.mark.parametrize("layout", tiered(["core"], ["ep 2", "dp 2 x ep 2", "recomputed"], ["dp 2 x ep 2, all"]))
+@pytest.mark.parametrize(
+    "layout", tiered(["core"], slow=["dp 2 x ep 2", "recomputed"], release=["ep 2", "dp 2 x ep 2, all"])
+)
 def test_gradients(layout: str, ranks: RankPool, model: Path, under_ddp: Callable[..., Found], tmp_path: Path) -> None:
     number, loaded, changes, cases = LAYOUTS[layout]
     theirs, ours = Found(), Found()

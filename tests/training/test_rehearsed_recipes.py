@@ -20,15 +20,19 @@ from tests.test_configs import (
     published,
     text_of,
 )
+from tests.tiers import tiered
 
 MEMORY = re.compile(
     r"# Memory per GPU, of \d+: ([\d.]+) GB of frozen weights, ([\d.]+) GB of adapters, their gradients and"
 )
 
 
-@pytest.mark.slow
+PIPELINES = [name for name in RECIPES if config_of(name).pp_size > 1]
+"""Their stages are rehearsed one after the other, which takes minutes."""
+
+
 @pytest.mark.sample(5)
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", tiered(slow=[name for name in RECIPES if name not in PIPELINES], release=PIPELINES))
 def test_a_recipe_runs_and_fits(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     config, model, gpus = config_of(name), model_of(name), gpus_of(name)
     flags = ["--config", str(ROOT / "configs" / f"{name}.yaml"), "--model", str(published(name)), "--gpus", str(gpus)]
