@@ -17,6 +17,7 @@ from tests.moe.test_fp8 import inputs as fp8_inputs
 from tests.moe.test_fp8 import product as fp8_product
 from tests.moe.test_fp8_linear import in_fp8
 from tests.moe.test_megablocks import SIZES, check_joined_swiglu, check_swiglu, original_of
+from tests.moe.test_weighing import check_weighing
 from tests.moe.test_permute import PADDING, SHAPES, order_of, results
 from tests.rounding import OTHER_ORDER
 from tests.tiny import relative_error, tiny_block
@@ -142,6 +143,7 @@ def test_permutations(device: str, shape: tuple[int, int, int], padding: float, 
 def test_swiglu(rows: int) -> None:
     check_swiglu(rows, torch.bfloat16, "cuda", 1e-2)
     check_joined_swiglu(rows, torch.bfloat16, "cuda", 1e-2)
+    check_weighing(rows, torch.bfloat16, "cuda", 1e-2)
 
 
 def test_megablocks_layer() -> None:
