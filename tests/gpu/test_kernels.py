@@ -17,8 +17,8 @@ from tests.moe.test_fp8 import inputs as fp8_inputs
 from tests.moe.test_fp8 import product as fp8_product
 from tests.moe.test_fp8_linear import in_fp8
 from tests.moe.test_megablocks import SIZES, check_joined_swiglu, check_swiglu, original_of
-from tests.moe.test_weighing import check_weighing
 from tests.moe.test_permute import PADDING, SHAPES, order_of, results
+from tests.moe.test_weighing import check_weighing
 from tests.rounding import OTHER_ORDER
 from tests.tiny import relative_error, tiny_block
 from tests.training.test_fused import NORMS, ROTATIONS, check_norm, check_rotation
