@@ -123,7 +123,7 @@ ONE = "one value per program"
 SCALES = "one value per 256"
 CODES = "one byte per value, per thread as many as 128 bits of weight hold"
 TABLE = "looked up, one value at a time"
-OF_ROWS = dict.fromkeys(("weights", "sums", "d_weights"), ONE)
+WEIGHTS, OF_ROWS = dict.fromkeys(("weights", "sums"), ONE), dict.fromkeys(("weights", "d_weights"), ONE)
 CHOICES = dict.fromkeys(("position", "is_kept", "weights", "grad_weights"), "one value per row of D")
 ROW_FIGURES = ("highest", "exp_sums", "at_target")
 CASTS = {
@@ -133,8 +133,8 @@ CASTS = {
 COPIES = "one to four values per thread in every configuration that MegaBlocks tries"
 
 EXAMPLES = [
-    Example(_swiglu, torch.bfloat16, OF_ROWS),
-    Example(_swiglu, torch.float32, OF_ROWS),
+    Example(_swiglu, torch.bfloat16, WEIGHTS),
+    Example(_swiglu, torch.float32, WEIGHTS),
     Example(_weighing, torch.bfloat16, OF_ROWS),
     Example(_weighing, torch.float32, OF_ROWS),
     Example(_permute, torch.bfloat16, CHOICES),
