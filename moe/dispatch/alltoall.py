@@ -33,15 +33,16 @@ from .permute import (
 register_step_part(__name__, "dispatch")
 
 
-@dataclass
 class _LocalRows:
-    """The rows of all experts, which are on this rank."""
+    """The rows of all experts, which are on this rank. No dataclass: FSDP makes a copy of one that a module is given,
+    and what `weigh` notes would be lost."""
 
-    rows_RD: Tensor
-    experts: ExpertRows
-    order: ExpertOrder
-    weights_TK: Tensor
-    is_weighed: bool = False
+    def __init__(self, rows_RD: Tensor, experts: ExpertRows, order: ExpertOrder, weights_TK: Tensor):
+        self.rows_RD = rows_RD
+        self.experts = experts
+        self.order = order
+        self.weights_TK = weights_TK
+        self.is_weighed = False
 
     @property
     def reads_outputs(self) -> bool:

@@ -44,7 +44,8 @@ class ExpertChunk(Protocol):
 
     def weigh(self) -> Tensor | None:
         """Asked, if at all, between `arrive` and `give_back`: the weights of the rows' choices, (R,), by which what is
-        given back has been multiplied then; None: it has not."""
+        given back has been multiplied then; None: it has not. What notes that must be no dataclass, of which FSDP would
+        hand a copy to the module that asks."""
         ...
 
     def give_back(self, rows_RD: Tensor) -> Tensor:

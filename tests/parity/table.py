@@ -47,7 +47,7 @@ MAIN: list[Row] = [
     *rows("grouped", "4 ep 2 hybrid, slow", samples=SAMPLES, **AUX, **GROUPED),
     *rows("recomputed in full", "2 ep 2 | 4 ep 2 hybrid, release", samples=SAMPLES, balance=0.05, **FULL),
     *rows("recomputed in part", "1 | 4 ep 2, release | 4 ep 4", samples=SAMPLES, **AUX, **SELECTIVE, **GROUPED),
-    *rows("weighed", "1", samples=SAMPLES, **AUX, **WEIGHED),
+    *rows("weighed", "1 | 2", samples=SAMPLES, **AUX, **WEIGHED),
     *rows("weighed, sent once", "4 ep 2", samples=SAMPLES, **AUX, **WEIGHED, dispatch="rank"),
     *rows("not resharded", "4 ep 2", samples=SAMPLES, z=0.01, accumulation=2, reshard_after_forward=False),
     *rows("balanced per layer", "4 ep 2", samples=SAMPLES, balance=0.05, router_aux_loss_per_layer=True),
@@ -202,7 +202,16 @@ LAYOUTS: list[Row] = [
     *rows("dense fp8", "2 ep 2", **DENSE_IN_FP8, **SELECTIVE),
     *rows("dense fp8, adapters", "4 ep 2 hybrid, slow", **DENSE_IN_FP8, **LORA, **FULL),
     *rows("joined", "2 ep 2", **AS_ON_GPU, **FULL, reshard_after_forward=False, against={"within": nullcontext}),
-    *rows("joined, alone", "2 ep 2, slow", **AS_ON_GPU, **KEPT, against={"layout": "1"}),
+    # both apply a token's weights early: elsewhere is other rounding
+    *rows(
+        "joined, alone",
+        "2 ep 2, slow",
+        **AS_ON_GPU,
+        **KEPT,
+        dispatch="rank",
+        dispatch_sums="float32",
+        against={"layout": "1", "dispatch": None, "dispatch_sums": None},
+    ),
     *rows(
         "gathered",
         "2, slow",
