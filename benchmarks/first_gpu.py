@@ -42,14 +42,13 @@ from benchmarks.first_gpu_verdicts import (
     OF_ONE_EXPERT,
     Read,
     Verdict,
-    is_not_slower,
     judged,
     kernels_found,
     no_errors,
     nothing_missing,
     passed,
-    printed,
     steps_found,
+    whole_steps,
 )
 from benchmarks.needed import asked, carried, listed, with_transformers
 from expertmesh.moe.util.atomic_write import whole
@@ -418,7 +417,7 @@ def steps_of(out: Path, use_cpu: bool = False, gpu: str = "") -> list[Step]:
             "Whole steps against transformers on one rank",
             f"losses agree{'' if use_cpu else '; ours is not slower'}",
             [Part("throughput", throughput(out, use_cpu), limit(3))],
-            printed if use_cpu else is_not_slower,
+            whole_steps(judges_speed=not use_cpu),
         ),
         Step(
             "sanitizer",

@@ -25,7 +25,7 @@ from packaging.utils import canonicalize_name
 from benchmarks import first_gpu, first_gpu_verdicts, gpu_step, kept_tests, needed, preflight
 from benchmarks.ended import in_time
 from benchmarks.first_gpu import Call, Part, State, Step, go_on, open_state
-from benchmarks.first_gpu_verdicts import is_not_slower, kernels_found, no_errors, nothing_missing, passed, steps_found
+from benchmarks.first_gpu_verdicts import kernels_found, no_errors, nothing_missing, passed, steps_found, whole_steps
 from benchmarks.gpu_step import busy_time, kernels_of
 from expertmesh.training.environment import CHECKOUT
 from tests.distributed.whole_runs import Runs
@@ -461,11 +461,19 @@ RIGHT_AND_WRONG: dict[str, tuple[first_gpu_verdicts.Read, str, list[tuple[Any, b
         ],
     ),
     "throughput": (
-        is_not_slower,
+        whole_steps(judges_speed=True),
         "throughput.json",
         [
             (throughput([1.0, 1.2, 9.0]), True, "1.67 x"),
             (throughput([2.5, 2.5, 0.1]), False, "0.80 x"),
+            (throughput([1.0], "losses differ"), False, "aborted: losses differ"),
+        ],
+    ),
+    "throughput on a CPU": (
+        whole_steps(judges_speed=False),
+        "throughput.json",
+        [
+            (throughput([2.5, 2.5, 0.1]), True, "0.80 x"),
             (throughput([1.0], "losses differ"), False, "aborted: losses differ"),
         ],
     ),
