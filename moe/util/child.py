@@ -1,6 +1,7 @@
 """Work in a process of its own, which changes nothing of this one: a fork, which knows all that this one does, or where
 torch could not compute in a fork, a new one."""
 
+import gc
 import os
 import pickle
 import select
@@ -92,6 +93,7 @@ def in_fork(work: Callable[[], T]) -> T:
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
+        leave_inherited()
         os.close(reading)
         _answer(work, writing)
     os.close(writing)
@@ -101,6 +103,12 @@ def in_fork(work: Callable[[], T]) -> T:
         # it has ended, or is to end
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+
+
+def leave_inherited() -> None:
+    """In a fork, before anything else: have Python's collector leave alone what was there before. There may be garbage
+    among it whose end waits for threads that a fork lacks, as that of a process group of gloo does, for good."""
+    gc.freeze()
 
 
 def _outcome(reading: int) -> Any:

@@ -1,18 +1,24 @@
 """Work in a fork of this process, and in a new one."""
 
+import gc
+import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from expertmesh.moe.util import child
 from expertmesh.moe.util.child import forks_compute, in_child, in_fork, in_new_process
 from expertmesh.moe.util.errors import ExpertMeshError
+from expertmesh.training.planning.planner.forecasts import side_by_side
 
 
 def test_it_gives_what_the_work_gives_and_changes_nothing_here() -> None:
@@ -25,6 +31,37 @@ def test_it_gives_what_the_work_gives_and_changes_nothing_here() -> None:
     parent = os.getpid()
     assert in_fork(work) == ([1, 2], False)
     assert held == [1]
+
+
+@pytest.fixture
+def garbage() -> Iterator[None]:
+    """A process group of gloo that only the collector frees, and has not yet."""
+    was_on = gc.isenabled()
+    gc.disable()
+    held: list[Any] = [dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))]
+    held.append(held)
+    del held
+    yield
+    gc.collect()
+    if was_on:
+        gc.enable()
+
+
+@pytest.mark.usefixtures("garbage")
+def test_a_fork_leaves_garbage_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for the group's threads, which it lacks."""
+    monkeypatch.setattr(child, "MOST_SECONDS", 60.0)
+    assert in_fork(gc.collect) >= 0
+
+
+@pytest.mark.usefixtures("garbage")
+def test_forks_side_by_side_leave_it() -> None:
+    with side_by_side() as pool:
+        try:
+            assert pool.submit(gc.collect).result(60) >= 0
+        finally:
+            for process in multiprocessing.active_children():
+                process.kill()
 
 
 def test_more_than_a_pipe_holds() -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from ....moe.dispatch.dispatcher_entries import DISPATCHERS
 from ....moe.kernels.kernel_entries import KERNELS
-from ....moe.util.child import cores, forks_compute
+from ....moe.util.child import cores, forks_compute, leave_inherited
 from ....moe.util.errors import ExpertMeshError
 from ....moe.util.step_parts import has_modules_from_outside
 from ....sharding.parallelize.choices import Checkpointing
@@ -253,7 +253,8 @@ def side_by_side() -> Iterator[ProcessPoolExecutor]:
     from ..rehearsal import engine
 
     assert engine
-    with on_one_thread(), ProcessPoolExecutor(cores(), multiprocessing.get_context("fork")) as pool:
+    forks = multiprocessing.get_context("fork")
+    with on_one_thread(), ProcessPoolExecutor(cores(), forks, initializer=leave_inherited) as pool:
         yield pool
 
 
