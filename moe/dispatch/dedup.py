@@ -116,7 +116,7 @@ class OnceDispatcher:
         counts_Pe = self._own(all_SC).sum(dim=0).split(self.sizes)
         sum_dtype = self.sum_dtype or x_TD.dtype
         parts = [
-            ArrivedOnce(self, number, rows, of_choices, of_rows, sent_choices[number], counts_e, sum_dtype)
+            _Part(self, number, rows, of_choices, of_rows, sent_choices[number], counts_e, sum_dtype)
             for number, counts_e in enumerate(counts_Pe)
         ]
         return _SentOnce(sent_rows, parts, of_rows, once.order, x_TD.dtype)
@@ -189,7 +189,7 @@ class Tables:
         return Tables(self.node_E.to(device), self.rank_E.to(device), self.expert_E.to(device))
 
 
-class ArrivedOnce:
+class _Part:
     """The rows of one chunk; by node, they go on to their ranks when they arrive."""
 
     def __init__(

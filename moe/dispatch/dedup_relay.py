@@ -142,7 +142,8 @@ class SumAndReturn(torch.autograd.Function):
         order, rows_and_weights = saved_order(ctx)
         grad_UD = ctx.exchange.wait_for_sent(ctx.part)
         if not rows_and_weights:
-            return spread_tokens(grad_UD, order).to(ctx.dtype), None, None, None, None, None
+            # cast before there are more rows of them
+            return spread_tokens(grad_UD.to(ctx.dtype), order), None, None, None, None, None
         rows_RD, weights_UK = rows_and_weights
         return *combine_backward(grad_UD, rows_RD, weights_UK, order), None, None, None, None
 

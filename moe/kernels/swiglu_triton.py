@@ -66,7 +66,7 @@ def _launch_backward(halves: tuple[Tensor, ...], others: tuple[Tensor, ...], wei
 
 
 def block_of_row(width: int) -> int:
-    """How many elements of a row a program processes, where each row has a weight."""
+    """How many elements of a row a program processes at a time, where each row has a weight."""
     return min(BLOCK, triton.next_power_of_2(width))
 
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..util.step_parts import register_step_part, writes
+from .swiglu_triton import block_of_row
 
 register_step_part(
     __name__,
@@ -24,16 +25,13 @@ register_step_part(
     },
 )
 
-BLOCK = 1024
-"""Most elements of a row that a program processes at a time."""
-
 
 def fused_weighed(hidden_RF: Tensor, weights_R: Tensor) -> Tensor:
     """As `moe.kernels.weighing.plain_weighed`."""
     out_RF = torch.empty_like(hidden_RF)
     num_rows, width = hidden_RF.shape
     if out_RF.numel() > 0:
-        _forward_kernel[(num_rows,)](hidden_RF, weights_R, out_RF, width, _block(width))  # type: ignore[arg-type]
+        _forward_kernel[(num_rows,)](hidden_RF, weights_R, out_RF, width, block_of_row(width))  # type: ignore[arg-type]
     return out_RF
 
 
@@ -43,12 +41,8 @@ def fused_weighed_backward(grad_RF: Tensor, hidden_RF: Tensor, weights_R: Tensor
     num_rows, width = hidden_RF.shape
     if d_hidden_RF.numel() > 0:
         tensors = (grad_RF, hidden_RF, weights_R, d_hidden_RF, d_weights_R)
-        _backward_kernel[(num_rows,)](*tensors, width, _block(width))  # type: ignore[arg-type]
+        _backward_kernel[(num_rows,)](*tensors, width, block_of_row(width))  # type: ignore[arg-type]
     return d_hidden_RF, d_weights_R
-
-
-def _block(width: int) -> int:
-    return min(BLOCK, triton.next_power_of_2(width))
 
 
 @triton.jit
