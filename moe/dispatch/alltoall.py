@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels.expert_rows import ExpertRows, even
+from ..kernels.gathered_rows import GatheredRows
 from ..util.recompute_cache import for_backward_alone, is_replaying, kept
 from ..util.step_parts import register_step_part
 from .dispatcher_registry import DispatchOptions, ExpertChunk, Sent
@@ -35,14 +36,15 @@ register_step_part(__name__, "dispatch")
 
 class _LocalRows:
     """The rows of all experts, which are on this rank. No dataclass: FSDP makes a copy of one that a module is given,
-    and what `weigh` notes would be lost."""
+    and what `weigh` and `gather` note would be lost."""
 
-    def __init__(self, rows_RD: Tensor, experts: ExpertRows, order: ExpertOrder, weights_TK: Tensor):
-        self.rows_RD = rows_RD
+    def __init__(self, x_TD: Tensor, experts: ExpertRows, order: ExpertOrder, weights_TK: Tensor):
+        self.x_TD = x_TD
         self.experts = experts
         self.order = order
         self.weights_TK = weights_TK
         self.is_weighed = False
+        self.gathered: GatheredRows | None = None
 
     @property
     def reads_outputs(self) -> bool:
@@ -51,14 +53,18 @@ class _LocalRows:
 
     @property
     def rows(self) -> list[Tensor]:
-        return [self.rows_RD]
+        return [self.x_TD]
 
     @property
     def parts(self) -> list[ExpertChunk]:
         return [self]
 
-    def arrive(self, sent_RD: Tensor) -> Tensor:
-        return sent_RD
+    def gather(self) -> GatheredRows:
+        self.gathered = GatheredRows()
+        return self.gathered
+
+    def arrive(self, sent_TD: Tensor) -> Tensor:
+        return TokensToRows.apply(sent_TD, self.order, self.gathered)
 
     def weigh(self) -> Tensor:
         self.is_weighed = True
@@ -71,7 +77,7 @@ class _LocalRows:
     def combine(self, returned: Sequence[Tensor]) -> Tensor:
         (rows_RD,) = returned
         if self.is_weighed:
-            return WeighedRowsToTokens.apply(rows_RD, self.order)
+            return WeighedRowsToTokens.apply(rows_RD, self.order, self.gathered)
         return RowsToTokens.apply(rows_RD, self.weights_TK, self.order)
 
 
@@ -90,8 +96,7 @@ class LocalDispatcher:
         if has_padding:
             # read by the host: in a replay it must not wait for the device
             order = first_rows(order, kept("rows without padding", lambda: int(counts_E.sum())))
-        rows_RD = TokensToRows.apply(x_TD, order)
-        return _LocalRows(rows_RD, ExpertRows(counts_E, rows_RD.shape[0]), order, weights_TK)
+        return _LocalRows(x_TD, ExpertRows(counts_E, order.source_n.numel()), order, weights_TK)
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,10 @@ class _ExchangedPart:
     experts: ExpertRows
     by_expert_R: Tensor | None
     by_source_R: Tensor | None
+
+    def gather(self) -> None:
+        """Each is sent as a row of its own."""
+        return None
 
     def arrive(self, sent_RD: Tensor) -> Tensor:
         rows_RD = Arrive.apply(sent_RD, self.exchange, self.number)

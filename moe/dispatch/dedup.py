@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels.expert_rows import ExpertRows
+from ..kernels.gathered_rows import GatheredRows
 from ..util.recompute_cache import is_replaying, kept
 from ..util.step_parts import register_step_part
 from .alltoall import on_counts_stream, part_sizes, wait_for_counts
@@ -209,6 +210,11 @@ class _Part:
         self.experts, self.sum_dtype = ExpertRows(counts_e, sum(on_host), on_host), sum_dtype
         self._hop: tuple[ExpertOrder, Exchange] | None = None
         self._last: tuple[Tensor | None, ExpertOrder] | None = None
+        self._gathered: GatheredRows | None = None
+
+    def gather(self) -> GatheredRows:
+        self._gathered = GatheredRows()
+        return self._gathered
 
     def arrive(self, sent_RD: Tensor) -> Tensor:
         weights_UK, expert_UK = ArriveChoices.apply(self._sent_choices, self._of_choices, self.number)
@@ -224,7 +230,7 @@ class _Part:
         here_UK = torch.where(expert_UK < 0, num_experts, expert_UK)
         order = sparse_rows(expert_order(here_UK, num_experts, has_padding=True), self.experts.num_rows)
         self._last = weights_UK, order
-        return ArriveAndSpread.apply(sent_RD, exchange, part, order, self.sum_dtype)
+        return ArriveAndSpread.apply(sent_RD, exchange, part, order, self.sum_dtype, self._gathered)
 
     def weigh(self) -> Tensor | None:
         assert self._last is not None, "rows are weighed once they have arrived"
@@ -252,9 +258,11 @@ class _Part:
         assert self._last is not None, "rows are given back once they have arrived"
         weights_UK, order = self._last
         if self._hop is None:
-            return SumAndReturn.apply(rows_RD, weights_UK, order, self._of_rows, self.number, self.sum_dtype)
+            return SumAndReturn.apply(
+                rows_RD, weights_UK, order, self._of_rows, self.number, self.sum_dtype, self._gathered
+            )
         hop_order, onward = self._hop
-        returned = SumAndReturn.apply(rows_RD, weights_UK, order, onward, 0, self.sum_dtype)
+        returned = SumAndReturn.apply(rows_RD, weights_UK, order, onward, 0, self.sum_dtype, self._gathered)
         return RelayBack.apply(returned, onward, hop_order, self._of_rows, self.number, self.sum_dtype)
 
 

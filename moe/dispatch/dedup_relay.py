@@ -26,10 +26,21 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..kernels.gathered_rows import GatheredRows
 from ..util.recompute_cache import is_replaying, kept, placeholder
 from ..util.step_parts import register_step_part
 from .exchange import Exchange
-from .permute import ExpertOrder, combine_backward, gather_sum, save_order, saved_order, spread_tokens
+from .permute import (
+    ExpertOrder,
+    combine_backward,
+    gather_sum,
+    given_to_gather,
+    grad_of_rows,
+    grad_to_rows,
+    save_order,
+    saved_order,
+    spread_tokens,
+)
 
 register_step_part(__name__, "permute, combine")
 
@@ -91,25 +102,35 @@ class Relay(torch.autograd.Function):
 
 
 class ArriveAndSpread(torch.autograd.Function):
-    """Wait for a part's rows; returns the rows of its experts, each the row of its token."""
+    """Wait for a part's rows; returns the rows of its experts, each the row of its token; or the tokens', where those
+    are to be gathered."""
 
     @staticmethod
     def forward(
-        ctx: Any, arriving_UD: Tensor, exchange: Exchange, part: int, order: ExpertOrder, sum_dtype: torch.dtype
+        ctx: Any,
+        arriving_UD: Tensor,
+        exchange: Exchange,
+        part: int,
+        order: ExpertOrder,
+        sum_dtype: torch.dtype,
+        gathered: GatheredRows | None,
     ) -> Tensor:
-        ctx.exchange, ctx.part, ctx.sum_dtype = exchange, part, sum_dtype
+        ctx.exchange, ctx.part, ctx.sum_dtype, ctx.gathered = exchange, part, sum_dtype, gathered
         ctx.shape = arriving_UD.shape
         save_order(ctx, order)
         if not is_replaying():
             exchange.wait_for_sent(part)
+        if gathered is not None:
+            return given_to_gather(gathered, arriving_UD, order)
         return spread_tokens(arriving_UD, order)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         order, _ = saved_order(ctx)
+        grad_RD = grad_of_rows(ctx.gathered, grad_RD)
         ctx.exchange.begin_returning(ctx.part, gather_sum(grad_RD, order, None, ctx.sum_dtype))
-        return placeholder(grad_RD, *ctx.shape), None, None, None, None
+        return placeholder(grad_RD, *ctx.shape), None, None, None, None, None
 
 
 class SumAndReturn(torch.autograd.Function):
@@ -125,8 +146,9 @@ class SumAndReturn(torch.autograd.Function):
         exchange: Exchange,
         part: int,
         sum_dtype: torch.dtype,
+        gathered: GatheredRows | None,
     ) -> Tensor:
-        ctx.exchange, ctx.part, ctx.dtype = exchange, part, rows_RD.dtype
+        ctx.exchange, ctx.part, ctx.dtype, ctx.gathered = exchange, part, rows_RD.dtype, gathered
         if weights_UK is None:
             save_order(ctx, order)
         else:
@@ -143,9 +165,10 @@ class SumAndReturn(torch.autograd.Function):
         grad_UD = ctx.exchange.wait_for_sent(ctx.part)
         if not rows_and_weights:
             # cast before there are more rows of them
-            return spread_tokens(grad_UD.to(ctx.dtype), order), None, None, None, None, None
+            grad_RD = grad_to_rows(ctx.gathered, grad_UD.to(ctx.dtype), order)
+            return grad_RD, None, None, None, None, None, None
         rows_RD, weights_UK = rows_and_weights
-        return *combine_backward(grad_UD, rows_RD, weights_UK, order), None, None, None, None
+        return *combine_backward(grad_UD, rows_RD, weights_UK, order), None, None, None, None, None
 
 
 class RelayBack(torch.autograd.Function):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels.expert_rows import ExpertRows
+from ..kernels.gathered_rows import GatheredRows
 from ..util.entry_checks import check_fields
 from .dispatcher_entries import DISPATCHERS, DispatcherEntry
 
@@ -38,14 +39,21 @@ class ExpertChunk(Protocol):
     @property
     def experts(self) -> ExpertRows: ...
 
+    def gather(self) -> GatheredRows | None:
+        """Asked, if at all, before `arrive`, by who will ask `weigh` too: what `arrive` then fills, as it gives the
+        rows of tokens, of which the experts' are to be gathered; None: it gives these."""
+        ...
+
     def arrive(self, sent_RD: Tensor) -> Tensor:
         """Rows sorted by expert, once they have been received."""
         ...
 
     def weigh(self) -> Tensor | None:
         """Asked, if at all, between `arrive` and `give_back`: the weights of the rows' choices, (R,), by which what is
-        given back has been multiplied then; None: it has not. What notes that must be no dataclass, of which FSDP would
-        hand a copy to the module that asks."""
+        given back has been multiplied then; None: it has not.
+
+        What notes that, or `gather`, must be no dataclass, of which FSDP would hand a copy to the module that asks.
+        """
         ...
 
     def give_back(self, rows_RD: Tensor) -> Tensor:

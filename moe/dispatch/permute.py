@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..kernels.gathered_rows import GatheredRows
 from ..util.gpu import takes_triton
-from ..util.recompute_cache import kept, result_of
+from ..util.recompute_cache import kept, placeholder, result_of
 from ..util.step_parts import register_step_part
 
 register_step_part(__name__, "permute, combine")
@@ -62,18 +63,20 @@ def first_rows(order: ExpertOrder, num_kept: int) -> ExpertOrder:
 class TokensToRows(torch.autograd.Function):
     """rows_nD[i] = x_TD[token of row i]. Backward: each token gathers and sums the gradients of its K rows.
 
-    On a GPU, rows that are not kept are undefined.
+    On a GPU, rows that are not kept are undefined. Where they are to be `gathered`, the result is x_TD.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, order: ExpertOrder) -> Tensor:
-        ctx.order = order
+    def forward(ctx: Any, x_TD: Tensor, order: ExpertOrder, gathered: GatheredRows | None = None) -> Tensor:
+        ctx.order, ctx.gathered = order, gathered
+        if gathered is not None:
+            return given_to_gather(gathered, x_TD, order)
         return result_of(lambda: spread_tokens(x_TD, order), x_TD, order.source_n.numel(), x_TD.shape[1])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_nD: Tensor) -> tuple[Tensor, None]:
-        return gather_sum(grad_nD, ctx.order, None), None
+    def backward(ctx: Any, grad_nD: Tensor) -> tuple[Tensor, None, None]:
+        return gather_sum(grad_of_rows(ctx.gathered, grad_nD), ctx.order, None), None, None
 
 
 class RowsToTokens(torch.autograd.Function):
@@ -114,16 +117,17 @@ class WeighedRowsToTokens(torch.autograd.Function):
     reads the rows."""
 
     @staticmethod
-    def forward(ctx: Any, rows_nD: Tensor, order: ExpertOrder) -> Tensor:
+    def forward(ctx: Any, rows_nD: Tensor, order: ExpertOrder, gathered: GatheredRows | None = None) -> Tensor:
         save_order(ctx, order)
+        ctx.gathered = gathered
         out_TD: Tensor = kept("tokens' sums", lambda: gather_sum(rows_nD, order, None))
         return out_TD
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None]:
         order, _ = saved_order(ctx)
-        return spread_tokens(grad_TD, order), None
+        return grad_to_rows(ctx.gathered, grad_TD, order), None, None
 
 
 class PermuteRows(torch.autograd.Function):
@@ -152,6 +156,25 @@ def saved_order(ctx: Any) -> tuple[ExpertOrder, list[Tensor]]:
     """What `save_order` has saved."""
     source_n, position_TK, is_kept_TK, *tensors = ctx.saved_tensors
     return ExpertOrder(source_n, position_TK, is_kept_TK, ctx.is_sparse), tensors
+
+
+def given_to_gather(gathered: GatheredRows, x_TD: Tensor, order: ExpertOrder) -> Tensor:
+    """Leave it to a kernel to gather the rows of x_TD."""
+    gathered.put("token_R", order.token_n.to(torch.int32))
+    return x_TD
+
+
+def grad_of_rows(gathered: GatheredRows | None, grad_nD: Tensor) -> Tensor:
+    """The gradient of rows, also of those that were gathered, whose own is a placeholder."""
+    return grad_nD if gathered is None else gathered.take("grad_rows_RD")
+
+
+def grad_to_rows(gathered: GatheredRows | None, grad_TD: Tensor, order: ExpertOrder) -> Tensor:
+    """For the gradient of rows that of tokens' sums; a placeholder where it is to be gathered, too."""
+    if gathered is None:
+        return spread_tokens(grad_TD, order)
+    gathered.put("grad_sums_UD", grad_TD)
+    return placeholder(grad_TD, order.source_n.numel(), grad_TD.shape[1])
 
 
 def spread_tokens(x_TD: Tensor, order: ExpertOrder) -> Tensor:

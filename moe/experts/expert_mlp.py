@@ -83,14 +83,20 @@ class ExpertMLP(nn.Module):
         """
         returned = []
         call, weighs = self._deferrable_call(), finish is None and self._weighs(sent[0])
-        sizes = [part.experts.num_experts for part in parts]
-        by_part = self._weights(sent[0].dtype, sizes, call is not None, self._joins_gate_and_up(sent[0]))
+        sizes, are_joined = [part.experts.num_experts for part in parts], self._joins_gate_and_up(sent[0])
+        by_part = self._weights(sent[0].dtype, sizes, call is not None, are_joined)
         is_beside = len(parts) > 1 and sent[0].is_cuda
+        gathers = weighs and are_joined and self.kernel.code.gathers
         for rows_RD, part, weights in zip(sent, parts, by_part, strict=True):
+            gathered = part.gather() if gathers and part.experts.num_rows else None
             rows_RD = part.arrive(rows_RD)
-            weights_R = part.weigh() if weighs else None
             experts = replace(
-                part.experts, most_apart=self.most_apart, is_beside=is_beside, call=call, weights_R=weights_R
+                part.experts,
+                most_apart=self.most_apart,
+                is_beside=is_beside,
+                call=call,
+                weights_R=part.weigh() if weighs else None,
+                gathered=gathered,
             )
             out_RD = self._compute(rows_RD, experts, weights, finish is not None or reads_outputs())
             returned.append(part.give_back(out_RD if finish is None else finish(out_RD)))

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ..util.recompute_cache import kept
+from .gathered_rows import GatheredRows
 from .weight_gradients import ExpertsCall
 
 
@@ -32,6 +33,7 @@ class ExpertRows:
         call: of a layer's experts, whose weights' gradients may be left for later than backward; None: they are not.
         weights_R: by which a row's hidden values are multiplied, fp32 or wider (see `moe.kernels.weighing`); None: they
             are not.
+        gathered: which rows the kernel is to gather of those that it is given; None: it is given these.
     """
 
     counts_e: Tensor
@@ -42,6 +44,7 @@ class ExpertRows:
     keeps_products: bool = False
     call: ExpertsCall | None = None
     weights_R: Tensor | None = None
+    gathered: GatheredRows | None = None
 
     @property
     def num_experts(self) -> int:

@@ -127,6 +127,7 @@ FP8 = KernelEntry(
         fused=fp8_grouped,
         joined=None,
         weighs=True,
+        gathers=False,
         low_rank=None,
         check=partial(check_fp8, "auto"),
         auto=lambda needs: None,

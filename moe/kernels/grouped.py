@@ -64,10 +64,11 @@ MOST_ELEMENTS = 2**31
 """As many elements as a grouped GEMM's rows or results cannot have on a GPU."""
 
 
-def check_rows(rows_RI: Tensor, other_width: int, flag: str, instead: str = "") -> None:
+def check_rows(rows_RI: Tensor, other_width: int, flag: str, instead: str = "", num_rows: int | None = None) -> None:
     """Refuse too many rows: `grouped_mm` on a GPU counts their elements in 32 bits (torchtitan#1932). Shapes are on the
-    host: no wait."""
-    num_rows, width = rows_RI.shape
+    host: no wait. num_rows: if they are not as many as it is given."""
+    given, width = rows_RI.shape
+    num_rows = given if num_rows is None else num_rows
     elements = num_rows * max(width, other_width)
     if elements >= MOST_ELEMENTS and not computes_on_cpu(rows_RI):
         raise ExpertMeshError(

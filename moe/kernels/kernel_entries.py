@@ -25,7 +25,7 @@ class KernelEntry:
         keeps_products: whether `--keep-expert-products` works: the outputs of an expert's first GEMMs are computed
             by `moe.kernels.expert_rows.ExpertRows.kept_product`.
         recorded_as: the kernel whose operators a forecast records in its place; itself, if it runs on fake tensors of
-            a CPU.
+            a CPU, or a dry run has a stand-in for its package.
         implementation: its `ExpertKernel` (see `moe.util.registry`).
     """
 
@@ -78,8 +78,7 @@ QUACK_ENTRY = KernelEntry(
     "rank's rows",
     beside_fp8=True,
     keeps_products=True,
-    # torch's keep as much
-    recorded_as="torch-grouped",
+    recorded_as="quack",
     implementation="moe.kernels.quack:QUACK",
 )
 

@@ -16,7 +16,9 @@ A third way, `joined`, is `fused` with w1 and v1 in one tensor, for one GEMM in 
 
     joined(rows_RD, experts, gate_up_eGD, w2, needs_output=True) -> rows_RD
 
-where expert i has w1_i's rows and then v1_i's. It sums up in another order (see `moe.kernels.grouped`).
+where expert i has w1_i's rows and then v1_i's. It sums up in another order (see `moe.kernels.grouped`). Where `experts`
+says which rows are to be gathered (see `moe.kernels.gathered_rows`), a kernel that `gathers` is given those of tokens;
+others never are.
 
 Shape suffixes: R rows, D model width, F expert width, G = 2·F, e experts on this rank.
 """
@@ -88,6 +90,7 @@ class ExpertKernel:
         product, fused: at least one of them; without `product` it computes plain SwiGLU alone.
         joined: beside `fused` alone.
         weighs: whether `fused` and `joined` heed the rows' weights. Around a `product` they are applied in any case.
+        gathers: whether `joined` can gather rows.
         low_rank: what multiplies by adapters' matrices, of any rank, where that is not `product`.
         check: raises an ExpertMeshError if it is not installed, or cannot compute such experts. What `product` is
             needed for is checked already.
@@ -99,6 +102,7 @@ class ExpertKernel:
     fused: FusedSwiGLU | None
     joined: JoinedSwiGLU | None
     weighs: bool
+    gathers: bool
     low_rank: Product | None
     check: Callable[[KernelNeeds], None]
     auto: Callable[[KernelNeeds], AutoPlace | None]

@@ -132,6 +132,7 @@ LOOP = ExpertKernel(
     fused=loop,
     joined=None,
     weighs=False,
+    gathers=False,
     low_rank=None,
     check=lambda needs: None,
     auto=_auto_loop,

@@ -258,6 +258,7 @@ MEGABLOCKS_SPARSE = ExpertKernel(
     fused=megablocks_sparse,
     joined=None,
     weighs=True,
+    gathers=False,
     low_rank=None,
     check=_check,
     auto=_auto,

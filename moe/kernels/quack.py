@@ -8,15 +8,18 @@ writes in turns, by strides. Our weights are given as they lie, or as transposed
 turns are only gate and up of rows, (R, G), and their gradients, which nothing but the package's GEMMs reads.
 
 Two tensors have no such strides. To copy w1 and v1 into one moves as many bytes as the epilogues save where an expert
-has D rows: there the activation is a pass of its own, as in `torch-grouped`. Rows come in the order of experts: what
-`A_idx` would gather has been permuted when a kernel gets it (see `moe.dispatch`).
+has D rows: there the activation is a pass of its own, as in `torch-grouped`.
+
+Where gate and up are one tensor, rows of tokens need not be brought into the order of experts either: the GEMMs gather
+them, and the gradients of the experts' sums, by `A_idx` (see `moe.kernels.gathered_rows`). Only their first operand can
+be gathered, so that gradients of weights are computed as transposed ones, and written by strides.
 
 The package tunes itself by trying out tiles, for each number of rows anew, unless `tuned` is False. It leaves no
 multiprocessor free beside all-to-alls (see `moe.kernels.carve_out`).
 
-Shape suffixes: R rows sorted by expert, D model width, F expert width, G = 2·F (in turns in rows, in halves in
-weights), e experts on this rank, I and O the widths of a product's input and output, K what is summed over, N the other
-width.
+Shape suffixes: R rows sorted by expert, U rows of which these may be gathered (else U = R), D model width, F expert
+width, G = 2·F (in turns in rows, in halves in weights), e experts on this rank, I and O the widths of a product's input
+and output, K what is summed over, N the other width.
 """
 
 import importlib
@@ -50,9 +53,12 @@ PACKAGE, AT_LEAST = "quack-kernels", "0.6.5"
 MODULE = "quack.gemm_interface"
 
 TAKEN = {
-    "gemm": (("A", "B"), ("cu_seqlens_m", "cu_seqlens_k", "tuned", "concat_layout")),
-    "gemm_gated": (("A", "B"), ("activation", "cu_seqlens_m", "tuned", "concat_layout")),
-    "gemm_dgated": (("A", "B", "PreAct"), ("activation", "cu_seqlens_m", "tuned", "colvec_scale", "colvec_reduce")),
+    "gemm": (("A", "B"), ("out", "cu_seqlens_m", "cu_seqlens_k", "A_idx", "tuned", "concat_layout")),
+    "gemm_gated": (("A", "B"), ("activation", "cu_seqlens_m", "A_idx", "tuned", "concat_layout")),
+    "gemm_dgated": (
+        ("A", "B", "PreAct"),
+        ("activation", "cu_seqlens_m", "A_idx", "tuned", "colvec_scale", "colvec_reduce"),
+    ),
 }
 """What its functions are given: by position, and by name."""
 PLANS = {"quack.gemm": ("_gemm_plan_cache",), "quack.epilogue.library": ("linear_act_mod", "dgated_mod")}
@@ -79,19 +85,19 @@ def quack(
 
 
 def quack_joined(
-    rows_RD: Tensor, experts: ExpertRows, gate_up_eGD: Tensor, w2: Tensor, *, needs_output: bool = True
+    rows_UD: Tensor, experts: ExpertRows, gate_up_eGD: Tensor, w2: Tensor, *, needs_output: bool = True
 ) -> Tensor:
-    """`quack` with gate and up in one GEMM, and the activation in it.
+    """`quack` with gate and up in one GEMM, and the activation in it; it gathers rows.
 
     Raises:
         ExpertMeshError: R times D or G reaches 2^31.
     """
-    check_rows(rows_RD, gate_up_eGD.shape[1], FLAG)
+    check_rows(rows_UD, gate_up_eGD.shape[1], FLAG, num_rows=experts.num_rows)
     gemms = _Gemms.of(experts)
-    if rows_RD.shape[0] == 0:
-        return grouped_mlp(rows_RD, experts, (gate_up_eGD,), w2, gemms.grouped_mm, needs_output)
+    if experts.num_rows == 0:
+        return grouped_mlp(rows_UD, experts, (gate_up_eGD,), w2, gemms.grouped_mm, needs_output)
     w2_eFD = w2.view(experts.num_experts, -1, w2.shape[1])
-    out_RD: Tensor = _GatedMLP.apply(rows_RD, gate_up_eGD, w2_eFD, experts.weights_R, experts, gemms, needs_output)
+    out_RD: Tensor = _GatedMLP.apply(rows_UD, gate_up_eGD, w2_eFD, experts.weights_R, experts, gemms, needs_output)
     return out_RD
 
 
@@ -129,26 +135,31 @@ class _Gemms:
         out_RN: Tensor = _package().gemm(x_RK, weight_eKN, cu_seqlens_m=self.bounds, tuned=False, **layout)
         return out_RN
 
-    def over_rows(self, x_RK: Tensor, y_RN: Tensor, **layout: Any) -> Tensor:
-        """Of each expert's rows x.T · y, (e, K, N); zeros without rows."""
-        out_eKN: Tensor = _package().gemm(x_RK.t(), y_RN, cu_seqlens_k=self.bounds, tuned=False, **layout)
+    def over_rows(self, x_RK: Tensor, y_UN: Tensor, token_R: Tensor | None = None, **layout: Any) -> Tensor:
+        """Of each expert's rows x.T · y, (e, K, N), y gathered where `token_R` is given; zeros without rows."""
+        if token_R is None:
+            out_eKN: Tensor = _package().gemm(x_RK.t(), y_UN, cu_seqlens_k=self.bounds, tuned=False, **layout)
+            return out_eKN
+        out_eKN = x_RK.new_empty(len(self.bounds) - 1, x_RK.shape[1], y_UN.shape[1])
+        rows: dict[str, Any] = {"cu_seqlens_k": self.bounds, "A_idx": token_R, "tuned": False}
+        _package().gemm(y_UN.t(), x_RK, out=out_eKN.transpose(1, 2), **rows, **layout)
         return out_eKN
 
-    def gated(self, rows_RD: Tensor, gate_up_eGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Gate and up, (R, G), and silu(gate) * up, (R, F)."""
-        both = {"activation": "swiglu", "cu_seqlens_m": self.bounds, "tuned": False, "concat_layout": ("B",)}
-        gate_up_RG, hidden_RF = _package().gemm_gated(rows_RD, gate_up_eGD.transpose(1, 2), **both)
+    def gated(self, rows_UD: Tensor, gate_up_eGD: Tensor, token_R: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Gate and up, (R, G), and silu(gate) * up, (R, F), of rows that are gathered where `token_R` is given."""
+        how: dict[str, Any] = {"activation": "swiglu", "cu_seqlens_m": self.bounds, "A_idx": token_R, "tuned": False}
+        gate_up_RG, hidden_RF = _package().gemm_gated(rows_UD, gate_up_eGD.transpose(1, 2), concat_layout=("B",), **how)
         return gate_up_RG, hidden_RF
 
     def gated_backward(
-        self, grad_RD: Tensor, w2_eFD: Tensor, gate_up_RG: Tensor, weights_R: Tensor | None
+        self, grad_UD: Tensor, w2_eFD: Tensor, gate_up_RG: Tensor, weights_R: Tensor | None, token_R: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Gradients of gate and up, (R, G), from the gradient of what w2 makes of silu(gate) * up times the row's
-        weight; that, (R, F); and the weights' gradient."""
-        how: dict[str, Any] = {"activation": "swiglu", "cu_seqlens_m": self.bounds, "tuned": False}
+        weight, gathered where `token_R` is given; that, (R, F); and the weights' gradient."""
+        how: dict[str, Any] = {"activation": "swiglu", "cu_seqlens_m": self.bounds, "A_idx": token_R, "tuned": False}
         if weights_R is not None:
             how |= {"colvec_scale": weights_R, "colvec_reduce": True}
-        d_gate_up_RG, hidden_RF, *more = _package().gemm_dgated(grad_RD, w2_eFD.transpose(1, 2), gate_up_RG, **how)
+        d_gate_up_RG, hidden_RF, *more = _package().gemm_dgated(grad_UD, w2_eFD.transpose(1, 2), gate_up_RG, **how)
         return d_gate_up_RG, hidden_RF, *(more or [None])
 
 
@@ -174,7 +185,7 @@ class _GatedMLP(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        rows_RD: Tensor,
+        rows_UD: Tensor,
         gate_up_eGD: Tensor,
         w2_eFD: Tensor,
         weights_R: Tensor | None,
@@ -183,17 +194,19 @@ class _GatedMLP(torch.autograd.Function):
         needs_output: bool,
     ) -> Tensor:
         computed = []
+        token_R = None if experts.gathered is None else experts.gathered.take("token_R")
 
         def gate_and_up() -> Tensor:
-            gate_up_RG, hidden_RF = gemms.gated(rows_RD, gate_up_eGD)
+            gate_up_RG, hidden_RF = gemms.gated(rows_UD, gate_up_eGD, token_R)
             computed.append(hidden_RF)
             return gate_up_RG
 
         gate_up_RG = experts.kept_product(gate_and_up)
-        ctx.save_for_backward(rows_RD, gate_up_eGD, w2_eFD, weights_R, gate_up_RG)
+        ctx.save_for_backward(rows_UD, gate_up_eGD, w2_eFD, weights_R, gate_up_RG, token_R)
         ctx.gemms, ctx.deferral = gemms, deferral_of(experts.call, gate_up_eGD, w2_eFD)
+        ctx.gathered = experts.gathered
         if not needs_output:
-            return placeholder(rows_RD, *rows_RD.shape)
+            return placeholder(rows_UD, experts.num_rows, rows_UD.shape[1])
         if not computed:  # in a replay gate and up are those that were kept
             gate_RF, up_RF = (gate_up_RG[:, i::2].contiguous() for i in (0, 1))
             hidden_RF = swiglu_forward(gate_RF, up_RF, weights_R)
@@ -203,22 +216,28 @@ class _GatedMLP(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
-        rows_RD, gate_up_eGD, w2_eFD, weights_R, gate_up_RG = ctx.saved_tensors
+    def backward(ctx: Any, grad_UD: Tensor) -> tuple[Tensor | None, ...]:
+        rows_UD, gate_up_eGD, w2_eFD, weights_R, gate_up_RG, token_R = ctx.saved_tensors
+        if token_R is not None:
+            grad_UD = ctx.gathered.take("grad_sums_UD")
         # a gradient may come expanded, as that of a sum does, which grouped GEMMs do not take
-        grad_RD = grad_RD.contiguous()
-        d_gate_up_RG, hidden_RF, d_weights_R = ctx.gemms.gated_backward(grad_RD, w2_eFD, gate_up_RG, weights_R)
+        grad_UD = grad_UD.contiguous()
+        d_gate_up_RG, hidden_RF, d_weights_R = ctx.gemms.gated_backward(grad_UD, w2_eFD, gate_up_RG, weights_R, token_R)
         grad_rows_RD = ctx.gemms.by_row(d_gate_up_RG, gate_up_eGD, concat_layout=("B",))
         weight_gradients = partial(_weight_gradients, ctx.gemms)
-        grads = now_or_later(ctx.deferral, weight_gradients, rows_RD, grad_RD, hidden_RF, d_gate_up_RG)
+        grads = now_or_later(ctx.deferral, weight_gradients, rows_UD, grad_UD, hidden_RF, d_gate_up_RG, token_R)
+        if token_R is not None:
+            ctx.gathered.put("grad_rows_RD", grad_rows_RD)
+            grad_rows_RD = placeholder(rows_UD, *rows_UD.shape)
         return grad_rows_RD, *grads, d_weights_R, None, None, None
 
 
 def _weight_gradients(
-    gemms: _Gemms, rows_RD: Tensor, grad_RD: Tensor, hidden_RF: Tensor, d_gate_up_RG: Tensor
+    gemms: _Gemms, rows_UD: Tensor, grad_UD: Tensor, hidden_RF: Tensor, d_gate_up_RG: Tensor, token_R: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Those of gate and up, in halves, and of w2, each as it lies."""
-    return gemms.over_rows(d_gate_up_RG, rows_RD, concat_layout=("out",)), gemms.over_rows(hidden_RF, grad_RD)
+    d_gate_up_eGD = gemms.over_rows(d_gate_up_RG, rows_UD, token_R, concat_layout=("out",))
+    return d_gate_up_eGD, gemms.over_rows(hidden_RF, grad_UD, token_R)
 
 
 def _lacking() -> str:
@@ -275,6 +294,7 @@ QUACK = ExpertKernel(
     fused=quack,
     joined=quack_joined,
     weighs=True,
+    gathers=True,
     low_rank=padded(quack_product),
     check=_check,
     auto=lambda needs: None,

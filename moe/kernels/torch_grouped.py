@@ -132,6 +132,7 @@ TORCH_GROUPED = ExpertKernel(
     fused=torch_grouped,
     joined=torch_grouped_joined,
     weighs=True,
+    gathers=False,
     low_rank=padded(torch_grouped_product),
     check=_check_widths,
     auto=_auto_grouped,

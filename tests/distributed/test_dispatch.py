@@ -26,6 +26,7 @@ from expertmesh.moe.experts.expert_mlp import ExpertMLP
 from expertmesh.moe.experts.forward import Forward
 from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.kernels.expert_rows import ExpertRows
+from expertmesh.moe.kernels.kernel_entries import QUACK_ENTRY
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.recompute_cache import Keeper
 from expertmesh.sharding.collectives.node_groups import make_node_groups
@@ -38,8 +39,9 @@ from tests.distributed.pool import RankPool
 from tests.distributed.reference import my_batches, ours, reference, sharded_model
 from tests.families.configs import TEXT_IDS
 from tests.families.test_families import compare
+from tests.moe import quack_stand_in
 from tests.parity.case import Case, hf_model, random_samples
-from tests.rounding import OTHER_ORDER, near
+from tests.rounding import OTHER_ORDER, assert_near, near
 from tests.streams import watching_counts
 from tests.tiers import tiered
 from tests.tiny import relative_error, tiny_block
@@ -278,6 +280,31 @@ def _route(experts: list[Tensor]) -> dict[str, Routed]:
     return found
 
 
+def _gather(experts: list[Tensor], gathers: bool) -> dict[str, tuple[tuple[Tensor, ...], int]]:
+    """By kind: the output and gradients of a layer whose kernel gathers rows, or gets them; and how often it did."""
+    nodes = make_node_groups(Topology(4, 4), 2, None)
+    experts_TK = experts[dist.get_rank()]
+    # joined where tokens have another dtype than weights
+    layer, found = _layer(torch.float64), {}
+    layer.mlp.kernel = replace(QUACK_ENTRY, implementation=replace(QUACK_ENTRY.code, gathers=gathers))
+    for kind in ("rank", "node"):
+        for num_parts in (1, 2):
+            layer.dispatcher = _dispatcher(kind, nodes, num_parts=num_parts)
+            generator = torch.Generator().manual_seed(dist.get_rank())
+            x_TD = torch.randn(len(experts_TK), layer.shape.model_width, generator=generator).requires_grad_()
+            weights_TK = torch.rand(experts_TK.shape, generator=generator).requires_grad_()
+            as_on_gpu = mock.patch.object(expert_mlp, "computes_on_cpu", return_value=False)
+            with quack_stand_in.installed(), as_on_gpu, Forward(is_token_BS=(experts_TK[:, :1] < 8).t()):
+                out_TD = layer(x_TD, experts_TK, weights_TK)
+                out_TD.backward(torch.ones_like(out_TD) * torch.arange(1, x_TD.shape[1] + 1))
+                number = len(quack_stand_in.gathers)
+            inputs = (x_TD, weights_TK, *layer.mlp.parameters())
+            gradients = [each.grad for each in inputs if each.grad is not None]
+            layer.zero_grad()
+            found[f"{kind}, {num_parts}"] = (out_TD.detach(), *gradients), number
+    return found
+
+
 @contextmanager
 def _weighing() -> Iterator[None]:
     """As on a GPU; around products, as the kernel that has fp64 does not weigh a complete expert."""
@@ -335,6 +362,22 @@ ROUTINGS: dict[str, list[list[list[int]]]] = {
 
 def experts_of(routing: str) -> list[Tensor]:
     return [torch.tensor(rows, dtype=torch.int64).view(-1, 3) for rows in ROUTINGS[routing]]
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_a_kernel_that_gathers_tokens_computes_the_same(ranks: RankPool, routing: str) -> None:
+    """But for the order in which a matmul sums up, as gradients of weights are computed transposed."""
+    experts = experts_of(routing)
+    gathered, given = (ranks.run(_gather, 4, experts, gathers) for gathers in (True, False))
+    for mine, other in zip(gathered, given, strict=True):
+        for name, (tensors, number) in mine.items():
+            expected, none = other[name]
+            assert none == 0
+            # parts without rows have nothing to gather
+            assert number % 4 == 0
+            assert len(tensors) == len(expected) == 3 + 3
+            assert_near(tensors, expected)
+    assert max(number for found in gathered for _, number in found.values()) == 8
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from expertmesh.moe.kernels import quack
 from expertmesh.moe.kernels.expert_rows import ExpertRows
+from expertmesh.moe.kernels.gathered_rows import GatheredRows
 from tests.cute_dsl import MULTIPROCESSORS
 from tests.moe import quack_stand_in
 
@@ -49,6 +50,7 @@ def check_stand_in(package: Any) -> None:
         mine = getattr(quack_stand_in, name)(*operands, tuned=False, **options)
         theirs = getattr(package, f"{name}_ref")(*operands, **options)
         torch.testing.assert_close(mine, theirs)
+    check_gathering(package, bounds, rows, w2)
     # its reference has no weights of rows: those of a gradient times its weight, as they are linear in that
     scale, how = torch.rand(len(rows)), {"activation": "swiglu", "cu_seqlens_m": bounds}
     weighed: Any = how | {"tuned": False, "colvec_scale": scale, "colvec_reduce": True}
@@ -57,6 +59,20 @@ def check_stand_in(package: Any) -> None:
     products = package.gemm_ref(rows, w2.transpose(1, 2), **by_row)
     theirs = d_before, hidden * scale[:, None], (products * hidden).sum(dim=1)
     torch.testing.assert_close(mine, theirs)
+
+
+def check_gathering(package: Any, bounds: Tensor, rows: Tensor, w2: Tensor) -> None:
+    tokens, token = rows[:3], torch.tensor([2, 0, 1, 0, 2, 1, 1], dtype=torch.int32)
+    gathered: Any = {"cu_seqlens_m": bounds, "A_idx": token}
+    mine = quack_stand_in.gemm(tokens, w2.transpose(1, 2), tuned=False, **gathered)
+    torch.testing.assert_close(mine, package.gemm_ref(tokens, w2.transpose(1, 2), **gathered))
+    gathered = {"cu_seqlens_k": bounds, "A_idx": token}
+    theirs = package.gemm_ref(tokens.t(), rows, **gathered)
+    for layout in ((), ("out",)):
+        # written transposed, as our weights lie; the package's reference knows halves of rows alone
+        mine = torch.empty(len(COUNTS), rows.shape[1], rows.shape[1]).transpose(1, 2)
+        quack_stand_in.gemm(tokens.t(), rows, mine, tuned=False, concat_layout=layout, **gathered)
+        torch.testing.assert_close(mine, torch.cat([theirs[..., ::2], theirs[..., 1::2]], -1) if layout else theirs)
 
 
 def compiled() -> None:
@@ -68,12 +84,18 @@ def compiled() -> None:
     experts = ExpertRows(torch.tensor([ROWS]), ROWS)
     weights_R = torch.rand(ROWS, requires_grad=True)
     rows, gate_up, w2 = tensor(ROWS, D), tensor(1, 2 * WIDTH, D), tensor(WIDTH, D)
-    weight = tensor(1, WIDTH, D)
+    weight, tokens, gathered = tensor(1, WIDTH, D), tensor(ROWS // 2, D), GatheredRows()
+    gathered.put("token_R", torch.arange(ROWS, dtype=torch.int32) // 2)
+    gathered.put("grad_sums_UD", torch.empty_like(tokens))
     for out, inputs in (
         (quack.quack_joined(rows, experts, gate_up, w2), (rows, gate_up, w2)),
         (
             quack.quack_joined(rows, replace(experts, weights_R=weights_R), gate_up, w2),
             (rows, gate_up, w2, weights_R),
+        ),
+        (
+            quack.quack_joined(tokens, replace(experts, weights_R=weights_R, gathered=gathered), gate_up, w2),
+            (tokens, gate_up, w2, weights_R),
         ),
         (quack.quack_product(rows, experts, weight), (rows, weight)),
     ):
@@ -96,7 +118,7 @@ def main() -> None:
             clusters = mock.Mock(return_value=MULTIPROCESSORS[major])
             stack.enter_context(mock.patch.object(module, "get_max_active_clusters", clusters))
         compiled()
-    assert launch.call_count == 6 + 6 + 3
+    assert launch.call_count == 6 + 6 + 6 + 3
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The expert kernel `quack`, of a stand-in for its package: by the contract of all, in layers, and what refuses it."""
 
 import sys
+from collections.abc import Iterator
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -31,16 +32,9 @@ FORWARD, BACKWARD = ["gemm_gated", "gemm"], ["gemm_dgated", "gemm", "gemm", "gem
 
 
 @pytest.fixture
-def package(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The stand-in, where the kernel looks for the package."""
-    makers = {name: quack_stand_in.Makers(name) for name in quack.PLANS["quack.epilogue.library"]}
-    monkeypatch.setitem(sys.modules, quack.MODULE, quack_stand_in)
-    monkeypatch.setitem(sys.modules, "quack.gemm", SimpleNamespace(_gemm_plan_cache=quack_stand_in.plans))
-    monkeypatch.setitem(sys.modules, "quack.epilogue.library", SimpleNamespace(**makers))
-    monkeypatch.setattr(quack, "installed_version", lambda package: "0.6.5")
-    for record in (quack_stand_in.called, quack_stand_in.plans, quack_stand_in.forgotten):
-        record.clear()
-    return quack_stand_in
+def package() -> Iterator[ModuleType]:
+    with quack_stand_in.installed():
+        yield quack_stand_in
 
 
 @pytest.mark.usefixtures("package")
@@ -72,10 +66,14 @@ def as_on_gpu(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("as_on_gpu")
-def test_a_layer_is_that_of_the_default_kernel(package: Any) -> None:
+@pytest.mark.parametrize("gathers", [True, False], ids=["gathered", ""])
+def test_a_layer_is_that_of_the_default_kernel(package: Any, gathers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for rounding, of a layer whose weights are joined in bf16. Gradients left for later have the same bits."""
+    monkeypatch.setattr(expert_mlp.ExpertMLP, "_weighs", lambda self, rows_RD: gathers)
     found, expected = (Run(experts_of("plain", kernel), BF16).do("F1 B1") for kernel in ("quack", "torch-grouped"))
     assert package.called == FORWARD + BACKWARD
+    # tokens by gate and up, gradients by w2, and both for their weights' gradients
+    assert len(package.gathers) == 4 * gathers
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
         assert relative_error(gradient, expected[name]) < 2**-7, name

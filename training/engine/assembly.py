@@ -66,14 +66,14 @@ class Assembled:
     trained: list[str]
 
 
-def kernel_of(config: TrainConfig, model: Any, device_type: str, name: str | None = None) -> KernelChoice:
-    """What computes the experts, by the flags of a run and what its device has; `name` in place of --expert-kernel.
+def kernel_of(config: TrainConfig, model: Any, device_type: str) -> KernelChoice:
+    """What computes the experts, by the flags of a run and what its device has.
 
     Raises:
         ExpertMeshError: the kernel that was asked for is not installed or cannot compute these experts.
     """
     needs = kernel_needs(model, device_type, compute_dtype(config))
-    choice = choose_kernel(name or config.expert_kernel, needs, config.expert_precision)
+    choice = choose_kernel(config.expert_kernel, needs, config.expert_precision)
     is_gpu = device_type == "cuda" and torch.cuda.is_available()
     return replace(choice, most_apart=experts_apart(torch.cuda.get_device_name())) if is_gpu else choice
 

@@ -20,6 +20,7 @@ from ...config.train_config import TrainConfig
 from ...engine.assembly import assemble, compute_dtype, kernel_of
 from ...model_setup.rates import published
 from .liger_stand_in import computed_by_torch
+from .quack_stand_in import taken_as_installed
 from .short import keep_layers
 
 DeviceType = Literal["cuda", "cpu"]
@@ -90,12 +91,12 @@ def build_rehearsed(
 def _kernel(config: TrainConfig, model: Any, device_type: str) -> KernelChoice:
     """The expert kernel: on a GPU what is recorded for the one that is asked for, or chosen on Hopper, as this process
     cannot ask the GPU. What is asked for need not be installed here."""
-    name = config.expert_kernel
-    if device_type == "cuda":
-        needs = replace(kernel_needs(model, "cuda", compute_dtype(config)), assumed_capability=HOPPER)
-        name = choose_kernel(name, needs).name if name == "auto" else name
-        with suppress(NotInstalled):
-            check_kernel(name, needs)
-        name = KERNELS.get(name).recorded_as
-    choice = kernel_of(config, model, "cpu", name)
-    return replace(choice, most_apart=published("H100").experts_apart) if device_type == "cuda" else choice
+    if device_type != "cuda":
+        return kernel_of(config, model, "cpu")
+    needs = replace(kernel_needs(model, "cuda", compute_dtype(config)), assumed_capability=HOPPER)
+    name = choose_kernel(config.expert_kernel, needs).name if config.expert_kernel == "auto" else config.expert_kernel
+    with suppress(NotInstalled):
+        check_kernel(name, needs)
+    with taken_as_installed():
+        choice = choose_kernel(KERNELS.get(name).recorded_as, needs, config.expert_precision)
+    return replace(choice, most_apart=published("H100").experts_apart)

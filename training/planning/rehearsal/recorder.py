@@ -42,6 +42,7 @@ from ...steps.pipelined import PipelinedStep
 from ..planner.account import Moment
 from .liger_stand_in import recorded_liger
 from .live_memory import Pausable
+from .quack_stand_in import recorded_quack
 from .triton_stand_in import kinds_of_kernels
 
 aten = torch.ops.aten
@@ -215,15 +216,17 @@ class Recorder(CalledDirectly, Pausable, TorchDispatchMode):
         flops: float = 0.0,
         needed: float | None = None,
         operator: Operator = "matmul",
+        groups: int = 1,
     ) -> None:
         """Record a kernel that is no operator of torch.
 
         Args:
             flops: of its matmuls. needed: those of them without recomputation; None: all. operator: their class.
+            groups: experts, of a grouped one.
         """
         self.num_calls += 1
         event = self._event(name, self.parts.here())
-        event.work = Work(operator, flops) if flops else self._no_matmul(event)
+        event.work = Work(operator, flops / groups) if flops else self._no_matmul(event)
         event.flops = flops
         event.needed = 0.0 if event.phase == "recomputation" else flops if needed is None else needed
         event.read, event.written = _bytes_read(read), sum(map(_bytes, written))
@@ -784,8 +787,8 @@ def sharing_occasional(recorder: Recorder, functions: Mapping[Callable[..., Any]
 
 @contextmanager
 def recording_triton(recorder: Recorder) -> Iterator[None]:
-    """Have Triton kernels, liger's too, and what is compiled to one, leave an event with `recorder` in place of being
-    run."""
+    """Have Triton kernels, liger's too, what is compiled to one, and quack's, leave an event with `recorder` in place
+    of being run."""
 
     def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
         by_name = dict(zip(inspect.signature(kernel.fn).parameters, args, strict=False)) | kwargs
@@ -799,6 +802,7 @@ def recording_triton(recorder: Recorder) -> Iterator[None]:
 
     with ExitStack() as patches:
         patches.enter_context(recorded_liger(recorder.kernel))
+        patches.enter_context(recorded_quack(recorder.kernel))
         for kind in kinds_of_kernels():
             patches.enter_context(mock.patch.object(kind, "run", launch))
         yield
