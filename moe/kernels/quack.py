@@ -85,19 +85,19 @@ def quack(
 
 
 def quack_joined(
-    rows_UD: Tensor, experts: ExpertRows, gate_up_eGD: Tensor, w2: Tensor, *, needs_output: bool = True
+    rows_RD: Tensor, experts: ExpertRows, gate_up_eGD: Tensor, w2: Tensor, *, needs_output: bool = True
 ) -> Tensor:
-    """`quack` with gate and up in one GEMM, and the activation in it; it gathers rows.
+    """`quack` with gate and up in one GEMM, and the activation in it. It gathers rows: rows_RD are then tokens, (U, D).
 
     Raises:
         ExpertMeshError: R times D or G reaches 2^31.
     """
-    check_rows(rows_UD, gate_up_eGD.shape[1], FLAG, num_rows=experts.num_rows)
+    check_rows(rows_RD, gate_up_eGD.shape[1], FLAG, num_rows=experts.num_rows)
     gemms = _Gemms.of(experts)
     if experts.num_rows == 0:
-        return grouped_mlp(rows_UD, experts, (gate_up_eGD,), w2, gemms.grouped_mm, needs_output)
+        return grouped_mlp(rows_RD, experts, (gate_up_eGD,), w2, gemms.grouped_mm, needs_output)
     w2_eFD = w2.view(experts.num_experts, -1, w2.shape[1])
-    out_RD: Tensor = _GatedMLP.apply(rows_UD, gate_up_eGD, w2_eFD, experts.weights_R, experts, gemms, needs_output)
+    out_RD: Tensor = _GatedMLP.apply(rows_RD, gate_up_eGD, w2_eFD, experts.weights_R, experts, gemms, needs_output)
     return out_RD
 
 

@@ -217,9 +217,22 @@ def test_what_a_step_needs_is_the_same_by_every_kernel(
     model = save_config(tmp_path, 2)
     needed = [
         accounts(model, capsys, "--ep-size", ep_size, "--expert-kernel", kernel)[0]["needed"]
-        for kernel in ("loop", "torch-grouped")
+        for kernel in ("loop", "torch-grouped", "quack")
     ]
-    assert needed[0] == pytest.approx(needed[1], rel=1e-9)
+    assert needed == pytest.approx([needed[0]] * 3, rel=1e-9)
+
+
+def test_a_kernel_that_gathers_rows_leaves_them_where_they_are(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither forward nor backward writes a row for each expert of a token, and fewer passes compute the activation."""
+    flags = ["--gpus", "8", "--ep-size", "8", "--dispatch", "rank", "--bf16", "--expert-kernel"]
+    given, gathered = (
+        {part["name"]: part for part in accounts(model, capsys, *flags, kernel)[0]["parts"]}
+        for kernel in ("torch-grouped", "quack")
+    )
+    assert gathered["expert GEMMs"]["flops"] == given["expert GEMMs"]["flops"]
+    # two of eight passes over rows are left out
+    assert gathered["permute, combine"]["moved"] < 0.8 * given["permute, combine"]["moved"]
+    assert gathered["experts' activation"]["moved"] < 0.4 * given["experts' activation"]["moved"]
 
 
 @pytest.mark.slow
