@@ -13,6 +13,8 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file .mkdo
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 # bytecode is kept also where an environment says not to: tests start hundreds of interpreters
 RUN    := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# what a run imports, and so leaves bytecode of also where an environment says not to
+IMPORTED := import accelerate, datasets, torch.distributed.fsdp, transformers.models.mixtral.modeling_mixtral
 # what compares two orders of sums most
 OF_SUMS := tests/parity tests/distributed/test_own_loss.py tests/moe/test_kernels.py tests/checkpoints/test_merge.py
 # Another torch, say one for a given CUDA: TORCH="torch==2.11.0 --index-url ..." make install
@@ -21,7 +23,9 @@ TORCH  ?= torch==2.13.0
 TESTED ?= tests/tested.txt
 
 SOURCE         := $(abspath $(VENV)/megablocks)
-PIP_MEGABLOCKS := $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation
+# without bytecode, which pip would compile of all modules, most of them never imported, in half of an install's time
+PIP            := $(BIN)/python -m pip install --quiet --no-compile
+PIP_MEGABLOCKS := $(PIP) --no-deps --no-build-isolation
 
 # a command fails if any part of a pipe does
 SHELL := /bin/bash
@@ -36,10 +40,11 @@ install: $(VENV)/.installed
 # expertmesh needs it to import, so its failure is only told.
 $(VENV)/.installed: pyproject.toml Makefile $(TESTED)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(TORCH) "setuptools>=77" wheel numpy packaging
-	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[test,lint,docs]" $(addprefix --constraint ,$(TESTED))
+	$(PIP) $(TORCH) "setuptools>=77" wheel numpy packaging
+	$(PIP) --no-build-isolation --editable ".[test,lint,docs]" $(addprefix --constraint ,$(TESTED))
 	$(MAKE) --no-print-directory megablocks \
 		|| echo "make install: MegaBlocks could not be installed; expertmesh works without it" >&2
+	$(RUN) $(BIN)/python -c "$(IMPORTED)"
 	touch $@
 
 # MegaBlocks compiles its helper operators where it finds nvcc and a CUDA torch. For CUDA 13 it has to be relieved of an
