@@ -161,7 +161,7 @@ def saved_order(ctx: Any) -> tuple[ExpertOrder, list[Tensor]]:
 def given_to_gather(gathered: GatheredRows, x_TD: Tensor, order: ExpertOrder) -> Tensor:
     """Leave it to a kernel to gather the rows of x_TD."""
     gathered.put("token_R", order.token_n.to(torch.int32))
-    return x_TD
+    return x_TD.contiguous()
 
 
 def grad_of_rows(gathered: GatheredRows | None, grad_nD: Tensor) -> Tensor:
