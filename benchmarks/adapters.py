@@ -20,7 +20,6 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +29,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks import arms
-from benchmarks.arms import MB, Arm, Figures, Made, Rounds, ratio
+from benchmarks.arms import MB, Arm, Benchmark, Figures, Made, Rounds, ratio
+from benchmarks.commands import command, parser_of, print_rows, settings_line
 from benchmarks.traffic import CountTraffic
 from expertmesh.checkpoints.hf.source import open_source
-from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.sharding.runtime.process import settle_malloc, start_process_group
 from expertmesh.sharding.state import local_tensor
 
@@ -42,29 +41,21 @@ LEARNING_RATE = 1e-4
 ALPHA = 32.0
 
 
-@ends_with_reader
+@command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--ep-size", type=int, default=1)
+    sizes = dict(hidden_size=512, intermediate_size=1792, layers=4, vocabulary=8192, experts=8, seq_length=512)
+    parser = parser_of(__doc__, ranks=1, ep_size=1, steps=3, rounds=3, json=None, **sizes)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--experts", type=int, default=8)
-    parser.add_argument("--seq-length", type=int, default=512)
     parser.add_argument("--rank", type=int, default=16, help="of the adapters")
-    parser.add_argument("--steps", type=int, default=3, help="that count, after one that does not")
-    arms.add_step_flags(parser, rounds=3, width=512, experts=1792, layers=4, vocabulary=8192)
-    arguments = parser.parse_args(argv)
-    return arms.command(
-        "benchmarks.adapters",
-        arguments,
-        argv,
-        [arm_of(name, arguments) for name in arguments.variants],
-        lambda path: arms.random_mixtral(
-            arguments, num_key_value_heads=2, num_local_experts=arguments.experts
-        ).save_pretrained(path),
-        partial(measure, arguments),
-        partial(report, arguments),
-    )
+    return Benchmark("benchmarks.adapters", arms_of, save_model, measure, report).main(parser.parse_args(argv), argv)
+
+
+def arms_of(arguments: argparse.Namespace) -> list[Arm]:
+    return [arm_of(name, arguments) for name in arguments.variants]
+
+
+def save_model(arguments: argparse.Namespace, path: Path) -> None:
+    arms.random_mixtral(arguments, num_key_value_heads=2, num_local_experts=arguments.experts).save_pretrained(path)
 
 
 def arm_of(name: str, arguments: argparse.Namespace) -> Arm:
@@ -168,12 +159,7 @@ def _bytes(model: Any, trained: bool) -> int:
 
 def report(arguments: argparse.Namespace, rounds: Rounds) -> None:
     """Medians over rounds."""
-    print(
-        f"{arms.machine()}; {arguments.ranks} ranks, ep {arguments.ep_size}; fp32; {arguments.layers} layers, hidden "
-        f"{arguments.hidden_size}, expert width {arguments.intermediate_size}, {arguments.experts} experts, top-2; "
-        f"rank {arguments.rank}; {arguments.seq_length} tokens per rank; {arguments.rounds} rounds of "
-        f"{arguments.steps} steps, median"
-    )
+    print(settings_line(arguments, "fp32", "medians"))
     tokens = arguments.ranks * arguments.seq_length * arguments.steps
     rates = {name: [tokens / sum(one.cpu_seconds) for one in figures] for name, figures in rounds.items()}
     rows = []
@@ -192,7 +178,7 @@ def report(arguments: argparse.Namespace, rounds: Rounds) -> None:
                 **{f"x {other}": f"{ratio(mine, rates[other]):.2f}" for other in ("full", "peft") if other in rates},
             }
         )
-    arms.print_rows(rows)
+    print_rows(rows)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ do. Prints medians of what each takes, and of the ratio to `cp -r` of the same r
 before the first byte. Every file is in the page cache.
 """
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -21,22 +20,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.arms import MB, print_rows, ratio, take_turns, write_json
-from expertmesh.moe.util.terminal import ends_with_reader
+from benchmarks.arms import MB, ratio, take_turns
+from benchmarks.commands import command, parser_of, print_rows, settings_line, write_json
 
 SETTLE_SECONDS = 5
 COPY, START = "cp -r", "start"
 
 
-@ends_with_reader
+@command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, layers=48, experts=128, rounds=3, json=None)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--directory", type=Path, default=None, help="on the disk to be measured")
-    parser.add_argument("--json", type=Path, default=None, help="also write the figures here")
-    parser.add_argument("--layers", type=int, default=48)
-    parser.add_argument("--experts", type=int, default=128, help="of each layer")
+    parser.add_argument("--directory", type=Path, help="on the disk to be measured")
     parser.add_argument("--wider", type=int, default=1, help="times as wide, in both directions")
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
@@ -44,12 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # in a process of its own: a child's peak memory, as the kernel counts it, begins with its parent's
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             what = pool.apply(make_many, (directory, arguments.layers, arguments.experts, arguments.wider))
-        print(
-            f"{what}; {arguments.workers} workers, {os.cpu_count()} cores; {arguments.rounds} rounds, variants "
-            "interleaved, medians"
-        )
+        print(settings_line(arguments, what, "medians"))
         figures = measure(commands_of(directory, arguments.workers), arguments.rounds)
-    print_table(figures)
+    print_figures(figures)
     write_json(arguments.json, figures)
     return 0
 
@@ -129,7 +121,7 @@ def size_of(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
-def print_table(figures: Mapping[str, dict[str, Any]]) -> None:
+def print_figures(figures: Mapping[str, dict[str, Any]]) -> None:
     started = figures[START]["seconds"]
     rows = []
     for name, f in figures.items():

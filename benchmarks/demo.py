@@ -7,7 +7,6 @@ with `torchrun --nproc-per-node 4 train_ep.py --ep-size 4`; reloads the export w
 the share of held-out tasks answered exactly, before and after.
 """
 
-import argparse
 import json
 import random
 import shutil
@@ -20,8 +19,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.commands import command, parser_of, print_rows, write_lines
 from benchmarks.runs import ROOT, environment, words_of
-from expertmesh.moe.util.terminal import ends_with_reader
+from expertmesh.moe.util.errors import ExpertMeshError
 
 TRAIN_ROWS = 40_000
 HELD_OUT_ROWS = 100  # a task
@@ -57,19 +57,17 @@ TASKS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
 }
 
 
-@ends_with_reader
+@command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, seed=0)
     parser.add_argument("--output-dir", type=Path, default=Path("demo-run"), help="an earlier demo in it is replaced")
     parser.add_argument("--max-steps", type=int, default=None, help="other than in configs/tiny.yaml")
-    parser.add_argument("--seed", type=int, default=0, help="of the data, the model and the order of training")
     arguments = parser.parse_args(argv)
     begin = time.perf_counter()
     out: Path = arguments.output_dir
     marker = out / "made-by-the-demo"
     if out.exists() and any(out.iterdir()) and not marker.exists():
-        print(f"demo: error: --output-dir {out}: contains other files; choose another", file=sys.stderr)
-        return 2
+        raise ExpertMeshError(f"--output-dir {out}: contains other files; choose another")
     shutil.rmtree(out, ignore_errors=True)
     model, data, run = out / "model", out / "train.jsonl", out / "run"
     out.mkdir(parents=True)
@@ -110,13 +108,12 @@ def write_tasks(file: Path, seed: int, num_rows: int = TRAIN_ROWS) -> dict[str, 
         held_out[name] = list(distinct.items())
     drawn = [*TASKS, "sum"]  # twice as often: it is the hardest
     forbidden = {prompt for rows in held_out.values() for prompt, _ in rows}
-    with open(file, "w", encoding="utf-8") as lines:
-        written = 0
-        while written < num_rows:
-            prompt, answer = TASKS[rng.choice(drawn)](rng)
-            if prompt not in forbidden:
-                lines.write(json.dumps({"prompt": prompt, "response": answer}) + "\n")
-                written += 1
+    rows: list[dict[str, str]] = []
+    while len(rows) < num_rows:
+        prompt, answer = TASKS[rng.choice(drawn)](rng)
+        if prompt not in forbidden:
+            rows.append({"prompt": prompt, "response": answer})
+    write_lines(rows, file)
     return held_out
 
 
@@ -198,9 +195,12 @@ def accuracy(path: Path, held_out: dict[str, list[tuple[str, str]]]) -> Scores:
 
 def print_accuracy(before: Scores, after: Scores, held_out: dict[str, list[tuple[str, str]]]) -> None:
     print(f"\nheld-out accuracy, {HELD_OUT_ROWS} rows a task, reloaded with transformers")
-    print(f"{'task':10}{'before':>8}{'after':>8}   an example, and the answer after")
-    for name, rows in held_out.items():
-        print(f"{name:10}{before[name][0]:>8.0%}{after[name][0]:>8.0%}   {rows[0][0]!r} -> {after[name][1]!r}")
+    rows = []
+    for name, of_task in held_out.items():
+        example = f"{of_task[0][0]!r} -> {after[name][1]!r}"
+        shares = {"before": f"{before[name][0]:.0%}", "after": f"{after[name][0]:.0%}"}
+        rows.append({"task": name, **shares, "an example, and the answer after": example})
+    print_rows(rows, text=["an example, and the answer after"])
 
 
 if __name__ == "__main__":

@@ -28,13 +28,11 @@ import argparse
 import importlib
 import math
 import os
-import platform
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,6 +40,7 @@ from torch import Tensor
 
 from benchmarks import arms
 from benchmarks.arms import MB, Took, ratio
+from benchmarks.commands import command, parser_of, print_rows, settings_line, write_json
 from benchmarks.original_megablocks import original_dmoe
 from expertmesh.moe.experts.forward import Forward
 from expertmesh.moe.experts.layer import DMoE
@@ -52,9 +51,6 @@ from expertmesh.moe.kernels.expert_rows import ExpertRows
 from expertmesh.moe.kernels.kernel_entries import KERNELS, KernelEntry
 from expertmesh.moe.kernels.kernel_registry import KernelNeeds
 from expertmesh.moe.util.errors import ExpertMeshError
-from expertmesh.moe.util.terminal import ends_with_reader
-from expertmesh.moe.util.versions import installed_version
-from expertmesh.training.environment import cpu_model
 
 REFERENCE = "loop"
 KERNEL_VARIANTS = KERNELS.names()
@@ -76,25 +72,19 @@ class Model:
     transformers calls the model: its module, and its classes' prefix."""
 
     shape: MoEShape
-    normalize: bool
-    hf_module: str
-    hf_prefix: str
-
-
-def _model(
-    d: int, f: int, e: int, k: int, normalize: bool = True, hf: tuple[str, str] = ("mixtral", "Mixtral")
-) -> Model:
-    return Model(MoEShape(d, f, e, k), normalize, *hf)
+    normalize: bool = True
+    hf_module: str = "mixtral"
+    hf_prefix: str = "Mixtral"
 
 
 MODELS = {
-    "mixtral-8x7b": _model(4096, 14336, 8, 2),
+    "mixtral-8x7b": Model(MoEShape(4096, 14336, 8, 2)),
     # a rank's at ep 8
-    "mixtral-8x7b-one-expert": _model(4096, 14336, 1, 1),
-    "qwen3-30b-a3b": _model(2048, 768, 128, 8, hf=("qwen3_moe", "Qwen3Moe")),
-    "olmoe": _model(2048, 1024, 64, 8, normalize=False, hf=("olmoe", "Olmoe")),
-    "mixtral-quarter": _model(1024, 3584, 8, 2),
-    "small": _model(512, 1792, 8, 2),
+    "mixtral-8x7b-one-expert": Model(MoEShape(4096, 14336, 1, 1)),
+    "qwen3-30b-a3b": Model(MoEShape(2048, 768, 128, 8), True, "qwen3_moe", "Qwen3Moe"),
+    "olmoe": Model(MoEShape(2048, 1024, 64, 8), False, "olmoe", "Olmoe"),
+    "mixtral-quarter": Model(MoEShape(1024, 3584, 8, 2)),
+    "small": Model(MoEShape(512, 1792, 8, 2)),
 }
 
 
@@ -169,15 +159,12 @@ class Result:
         return self.flops / median_of(self.ms) / 1e9
 
 
-@ends_with_reader
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
-    hardware = describe(device)
-    print(
-        f"{hardware}; {arguments.dtype}; medians of {arguments.rounds} rounds with {arguments.repetitions} repetitions "
-        f"each, variants interleaved, after a round of warm-up; load average {os.getloadavg()[0]:.1f} at the start"
-    )
+    load = f"load average {os.getloadavg()[0]:.1f} at the start"
+    print(settings_line(arguments, "medians, after a round of warm-up", load, device=arguments.device))
     results: list[Result] = []
     missing: list[str] = []
     differing: list[str] = []
@@ -207,20 +194,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"wrong, and not measured: {line}", file=sys.stderr)
     print(f"load average {os.getloadavg()[0]:.1f} at the end")
     figures = {
-        "hardware": hardware,
-        "dtype": arguments.dtype,
+        "setting": vars(arguments),
         "auto": auto,
         "not_measured": missing,
         "wrong": differing,
         "results": [{**asdict(r), "median_ms": median_of(r.ms), "tflops": r.tflops} for r in results],
     }
-    arms.write_json(arguments.json, figures)
+    write_json(arguments.json, figures)
     return int(bool(differing))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     has_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, rounds=7, repetitions=3, json=None)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if has_gpu else "cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16" if has_gpu else "float32")
     parser.add_argument("--model", nargs="+", choices=MODELS, default=["mixtral-8x7b"] if has_gpu else ["small"])
@@ -233,27 +219,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=VARIANTS,
         help="and always loop, the ceiling, and what auto picks",
     )
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--repetitions", type=int, default=3, help="repetitions per variant and round")
-    parser.add_argument("--json", type=Path, default=None, help="also write the figures here")
     return parser.parse_args(argv)
-
-
-def describe(device: torch.device) -> str:
-    """Hardware and versions."""
-    import transformers
-
-    versions = f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
-    packages = ("triton", "megablocks", "stanford-stk", "quack-kernels")
-    found = {package: installed_version(package) for package in packages}
-    versions += "".join(f", {package} {version}" for package, version in found.items() if version)
-    if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, {versions}"
-    return (
-        f"{cpu_model()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, "
-        f"{torch.backends.cpu.get_cpu_capability()}, "
-        f"bf16 in hardware: {'yes' if torch.cpu._is_avx512_bf16_supported() else 'no'}, {versions}"
-    )
 
 
 def routed_experts(routing: str, tokens: int, shape: MoEShape, generator: torch.Generator) -> Tensor:
@@ -582,7 +548,7 @@ def print_table(setting: Setting, results: Sequence[Result]) -> None:
                 }
                 row |= {f"{passes}\n{title}": figure for title, figure in figures.items()}
         rows.append(row)
-    arms.print_rows(rows, text=["variant"])
+    print_rows(rows, text=["variant"])
 
 
 def print_auto(results: Sequence[Result], auto: str) -> None:

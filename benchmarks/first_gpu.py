@@ -146,34 +146,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9, help="that this call may take (default: 9)")
     parser.add_argument("--out", type=Path, default=Path("first-gpu"), metavar="DIR", help="(default: first-gpu)")
-    parser.add_argument(
-        "--earlier", type=Path, metavar="TAR", help="first_gpu.tar of earlier calls, where --out is lost"
-    )
+    parser.add_argument("--earlier", type=Path, metavar="TAR", help="first_gpu.tar of earlier calls, if --out is lost")
     parser.add_argument("--steps", default="", metavar="1,3", help="only these, by number")
     parser.add_argument("--use-cpu", action="store_true", help="the same steps at tiny size, on the CPU")
     parser.add_argument(
-        "--as",
-        dest="gpu",
-        default="",
-        metavar="GPU",
-        help="with --use-cpu: forecasts of a card such as nvidia-h200 in the place of its steps at full width",
+        "--as", dest="gpu", default="", metavar="GPU", help="with --use-cpu: forecast, say, nvidia-h200"
     )
-    parser.add_argument(
-        "--results",
-        type=Path,
-        metavar="DIR",
-        help="also put the three files here after each part, where few files come back from a machine",
-    )
-    parser.add_argument(
-        "--prepare", type=Path, metavar="DIR", help="download wheels that a bare machine lacks, and end"
-    )
+    parser.add_argument("--results", type=Path, metavar="DIR", help="also put the three files here after each part")
+    parser.add_argument("--prepare", type=Path, metavar="DIR", help="download what a bare machine lacks, and end")
     parser.add_argument("--python-version", default="3.12", help="of that machine, for --prepare (default: 3.12)")
-    parser.add_argument(
-        "--has",
-        type=Path,
-        metavar="FILE",
-        help="what `pip list` prints on that machine, for --prepare (default: transformers, and what it needs)",
-    )
+    parser.add_argument("--has", type=Path, metavar="FILE", help="its `pip list` (default: what transformers needs)")
     arguments = parser.parse_args(argv)
     if arguments.prepare is not None:
         try:
@@ -369,7 +351,7 @@ def steps_of(out: Path, use_cpu: bool = False, gpu: str = "") -> list[Step]:
         return Step(name, f"Steps of {model}'s layers, tiny", "finite losses", [part], steps_found(name))
 
     files = ["tests/gpu/test_kernels.py", "tests/gpu/test_attention.py", "tests/gpu/test_streams.py"]
-    experts = small_experts(out) if use_cpu else experts_of(out)
+    experts = experts_of(out, use_cpu)
     least = dict.fromkeys(experts, (0.0, 0.0) if use_cpu else OF_ALL_EXPERTS)
     least |= dict.fromkeys(least.keys() & {"experts-one"}, OF_ONE_EXPERT)
     rates = python("-m", "benchmarks.rates", "--write", str(out / "card.json"), *on_cpu("--device", "cpu"))
@@ -432,25 +414,25 @@ def steps_of(out: Path, use_cpu: bool = False, gpu: str = "") -> list[Step]:
     ]
 
 
-def experts_of(out: Path) -> dict[str, list[str]]:
+def experts_of(out: Path, use_cpu: bool) -> dict[str, list[str]]:
     """Commands of `benchmarks.experts`, by the names of their files: of what recipes train, and of one expert."""
-    settings = [(model, routing) for _, model in RECIPES.values() for routing in ("balanced", "natural")]
-    named = {f"experts-{model}-{routing}": (model, routing, "16384") for model, routing in settings}
-    named |= {"experts-one": ("mixtral-8x7b-one-expert", "balanced", "32768")}
-    options = ("--rounds", "3", "--repetitions", "2", "--variants", "torch-grouped", "megablocks-sparse")
+    named = {
+        f"experts-{model}-{routing}": f"--model {model} --routing {routing} --tokens 16384"
+        for _, model in RECIPES.values()
+        for routing in ("balanced", "natural")
+    }
+    named["experts-one"] = "--model mixtral-8x7b-one-expert --routing balanced --tokens 32768"
+    options = "--rounds 3 --repetitions 2 --variants torch-grouped megablocks-sparse"
+    if use_cpu:
+        named = {"experts": "--model small --routing balanced --tokens 64 --device cpu"}
+        options = "--rounds 1 --variants torch-grouped"
     return {
         name: python(
-            *("-m", "benchmarks.experts", "--model", model, "--routing", routing, "--tokens", tokens),
-            *(*options, "HF grouped_mm", "--json", str(out / f"{name}.json")),
+            *("-m", "benchmarks.experts", *sizes.split(), *options.split()),
+            *("HF grouped_mm", "--json", str(out / f"{name}.json")),
         )
-        for name, (model, routing, tokens) in named.items()
+        for name, sizes in named.items()
     }
-
-
-def small_experts(out: Path) -> dict[str, list[str]]:
-    options = ("--model", "small", "--tokens", "64", "--rounds", "1", "--device", "cpu", "--routing", "balanced")
-    variants = ("--variants", "torch-grouped", "HF grouped_mm", "--json", str(out / "experts.json"))
-    return {"experts": python("-m", "benchmarks.experts", *options, *variants)}
 
 
 def throughput(out: Path, use_cpu: bool) -> list[str]:

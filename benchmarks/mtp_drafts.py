@@ -8,20 +8,18 @@ is compared with the model's own choice there. What it says of large models is t
     python -m benchmarks.mtp_drafts --model DIR --repetitions 3
 """
 
-import argparse
-import json
 import random
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import runs
-from benchmarks.arms import print_rows
-from expertmesh.moe.util.terminal import ends_with_reader
+from benchmarks.commands import command, parser_of, print_rows, settings_line, write_lines
 
 TRAIN, HELD_OUT = 600, 20
 
@@ -86,8 +84,7 @@ def _current() -> Any:
 def one_repetition(model: Path, work: Path, steps: int, seed: int) -> dict[str, float]:
     """The share before fine-tuning on the first kind, and after it on the second."""
     for kind in ("sum", "difference"):
-        lines = map(json.dumps, sentences(kind, TRAIN, seed))
-        (work / f"{kind}.jsonl").write_text("\n".join(lines) + "\n")
+        write_lines(sentences(kind, TRAIN, seed), work / f"{kind}.jsonl")
     held_out = {kind: sentences(kind, HELD_OUT, seed + 1000) for kind in ("sum", "difference")}
     whole = ("--train-mtp", "1", "--no-mtp-detach")
     first = train(model, work / "sum.jsonl", work / "first", steps, seed, *whole)
@@ -98,18 +95,18 @@ def one_repetition(model: Path, work: Path, steps: int, seed: int) -> dict[str, 
     return found
 
 
-@ends_with_reader
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, required=True, help="a small model whose checkpoint brings such a layer")
     parser.add_argument("--repetitions", type=int, default=3, metavar="N")
     parser.add_argument("--steps", type=int, default=150, metavar="N", help="of each of the three runs")
-    asked = parser.parse_args()
+    asked = parser.parse_args(argv)
     found = []
     for seed in range(asked.repetitions):
         with tempfile.TemporaryDirectory() as work:
             found.append(one_repetition(asked.model, Path(work), asked.steps, seed))
-    print(f"{asked.model.name}, {asked.steps} steps per run, {HELD_OUT} held-out answers, {asked.repetitions} seeds")
+    print(settings_line(asked, f"{HELD_OUT} held-out answers"))
     rows = []
     for name in found[0]:
         shares = [each[name] for each in found]

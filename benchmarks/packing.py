@@ -18,15 +18,14 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 from benchmarks import arms
-from benchmarks.arms import Arm, Figures, Rounds, ratio
-from expertmesh.moe.util.terminal import ends_with_reader
+from benchmarks.arms import Arm, Benchmark, Figures, Rounds, ratio
+from benchmarks.commands import command, parser_of, print_rows, settings_line
 from expertmesh.training.data.batch import IGNORED, Batch, collate
 from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.sample_cache import load_samples
@@ -40,29 +39,19 @@ VARIANTS = ("padded to max", "padded", "grouped", "padded, larger batch", "packe
 LOG_MEAN, LOG_SPREAD = 5.2, 0.38
 
 
-@ends_with_reader
+@command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--ep-size", type=int, default=4)
+    sizes = dict(hidden_size=256, intermediate_size=896, layers=6, vocabulary=4096)
+    parser = parser_of(__doc__, ranks=4, ep_size=4, max_seq_length=1024, rows=4, steps=3, rounds=3, json=None, **sizes)
     parser.add_argument("--model", default="", help="directory with a config.json and a tokenizer, instead of sizes")
     parser.add_argument("--dataset", default="", help="instead of drawn lengths; needs --model")
-    parser.add_argument("--max-seq-length", type=int, default=1024)
-    parser.add_argument("--rows", type=int, default=4, help="sequences per rank and micro-batch")
-    parser.add_argument("--steps", type=int, default=3, help="in each turn, after one that is not measured")
-    arms.add_step_flags(parser, rounds=3, width=256, experts=896, layers=6, vocabulary=4096)
-    arguments = parser.parse_args(argv)
+    return Benchmark("benchmarks.packing", arms_of, save_model, measure, report).main(parser.parse_args(argv), argv)
+
+
+def arms_of(arguments: argparse.Namespace) -> list[Arm]:
     on_gpu = torch.cuda.is_available()
     settings = dict(ep_size=arguments.ep_size, packing=True, bf16=on_gpu, use_cpu=not on_gpu)
-    return arms.command(
-        "benchmarks.packing",
-        arguments,
-        argv,
-        [Arm(name, arguments.ranks, settings) for name in VARIANTS],
-        partial(save_model, arguments),
-        partial(measure, arguments),
-        partial(report, arguments),
-    )
+    return [Arm(name, arguments.ranks, settings) for name in VARIANTS]
 
 
 def save_model(arguments: argparse.Namespace, path: Path) -> None:
@@ -149,12 +138,11 @@ def pad_to(batch: Batch, length: int) -> Batch:
 
 def report(arguments: argparse.Namespace, rounds: Rounds) -> None:
     of_all = next(iter(rounds.values()))[0].more
-    print(
-        f"{arms.machine()}; {arguments.ranks} ranks, ep {arguments.ep_size}, {of_all['parameters'] / 1e6:.1f} M "
-        f"parameters, {arguments.rows} sequences of {arguments.max_seq_length} tokens at most, samples of "
-        f"{of_all['length']:.0f} tokens on average; median of {arguments.rounds} rounds of {arguments.steps} steps, "
-        "variants interleaved"
+    size, length = (
+        f"{of_all['parameters'] / 1e6:.1f} M parameters",
+        f"samples of {of_all['length']:.0f} tokens on average",
     )
+    print(settings_line(arguments, size, length, "medians"))
     speeds = {name: [one.more["tokens"] / sum(one.seconds) for one in of] for name, of in rounds.items()}
     rows = []
     for name, figures in rounds.items():
@@ -170,7 +158,7 @@ def report(arguments: argparse.Namespace, rounds: Rounds) -> None:
                 "tokens/CPU-s": f"{statistics.median(counted['tokens'] / sum(f.cpu_seconds) for f in figures):,.0f}",
             }
         )
-    arms.print_rows(rows)
+    print_rows(rows)
 
 
 if __name__ == "__main__":

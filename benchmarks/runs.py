@@ -48,8 +48,9 @@ def words_of(ranks: int, flags: Sequence[str], launch: Sequence[str] = ("--stand
 
 
 def environment(**more: str) -> dict[str, str]:
+    """Of a run's process: as it is here, on one thread unless the user says otherwise."""
     offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    return {**os.environ, "OMP_NUM_THREADS": "1", **offline, **more}
+    return {"OMP_NUM_THREADS": "1", **os.environ, **offline, **more}
 
 
 def start(words: Sequence[str], output: Any = subprocess.PIPE, **variables: str) -> Process:

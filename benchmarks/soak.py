@@ -14,14 +14,14 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import runs
-from benchmarks.arms import print_rows, write_json
+from benchmarks.commands import command, parser_of, print_rows, settings_line, write_json
 from benchmarks.demo import make_inputs
-from expertmesh.moe.util.terminal import ends_with_reader
 
 SAMPLE_SECONDS = 10.0
 
@@ -39,17 +39,12 @@ class Sample:
     outputs: int
 
 
-@ends_with_reader
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = parser_of(__doc__, ranks=4, ep_size=2, tp_size=1, pp_size=1, json=None)
     parser.add_argument("--minutes", type=float, default=120)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--ep-size", type=int, default=2)
-    parser.add_argument("--tp-size", type=int, default=1, help="ranks that divide heads (tensor parallelism)")
-    parser.add_argument("--pp-size", type=int, default=1, help="parts that the layers are in (pipelines)")
     parser.add_argument("--save-steps", type=int, default=100, help="choose it so that a save comes about every minute")
-    parser.add_argument("--json", type=Path, default=None, help="also write every sample here")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         out, temporary = directory / "out", directory / "tmp"
@@ -159,9 +154,8 @@ def report(samples: list[Sample], left: list[str], steps: int, saves: list[int],
     minutes = samples[-1].seconds / 60
     interval = samples[-1].seconds * arguments.save_steps / steps
     print(
-        f"{arguments.ranks} ranks, pp {arguments.pp_size}, ep {arguments.ep_size}, tp {arguments.tp_size}, "
-        f"{minutes:.1f} minutes, {steps} steps, a save and an evaluation every {arguments.save_steps} steps, that is "
-        f"every {interval:.0f} s; checkpoints kept: {saves}"
+        f"{settings_line(arguments)}; {minutes:.1f} minutes, {steps} steps, "
+        f"a save and an evaluation every {interval:.0f} s; checkpoints kept: {saves}"
     )
     rows = []
     for rank in range(arguments.ranks):
