@@ -7,19 +7,17 @@
     peft          PEFT's LoraConfig(target_modules=..., target_parameters=...) on transformers' own model; on several
                   ranks on its expert parallelism, DistributedConfig(ep_size=...)
 
-Steps of the same random Mixtral and batch, each variant in fresh processes, in turn, round after round; a variant's
-error is shown if it fails. Tokens a CPU-second are summed over ranks; resident is the peak of a rank's memory above
-what it held before its model was made; sent is what a rank sends in its first step. Tensors is the peak of what
-storages held at once, counted in a step after those that are timed. Of it, weights are those that are not trained;
-trained is what is, with gradients and optimizer state; activations are what autograd keeps for backward, with fp32
-logits. over: tensors beyond the weights, over trained and activations together.
+Steps of the same random Mixtral and batch; a variant's error is shown if it fails. Tokens a CPU-second are summed over
+ranks; resident is the peak of a rank's memory above what it held before its model was made; sent is what a rank sends
+in its first step. Tensors is the peak of what storages held at once, counted in a step after those that are timed. Of
+it, weights are those that are not trained; trained is what is, with gradients and optimizer state; activations are what
+autograd keeps for backward, with fp32 logits. over: tensors beyond the weights, over trained and activations together.
 """
 
 import argparse
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from benchmarks import arms
 from benchmarks.arms import MB, Arm, Benchmark, Figures, Made, Rounds, ratio
 from benchmarks.commands import command, parser_of, print_rows, settings_line
+from benchmarks.small_models import random_mixtral
 from benchmarks.traffic import CountTraffic
 from expertmesh.checkpoints.hf.source import open_source
 from expertmesh.sharding.runtime.process import settle_malloc, start_process_group
@@ -55,7 +54,7 @@ def arms_of(arguments: argparse.Namespace) -> list[Arm]:
 
 
 def save_model(arguments: argparse.Namespace, path: Path) -> None:
-    arms.random_mixtral(arguments, num_key_value_heads=2, num_local_experts=arguments.experts).save_pretrained(path)
+    random_mixtral(arguments, num_key_value_heads=2, num_local_experts=arguments.experts).save_pretrained(path)
 
 
 def arm_of(name: str, arguments: argparse.Namespace) -> Arm:
@@ -109,7 +108,7 @@ def measure(arguments: argparse.Namespace, arm: Arm, path: Path) -> Figures:
     start = arms.begin_peak(ranks.device)
     made = arm.made(path)
     kept, traffic = _Kept(made.model), CountTraffic()
-    figures = arms.steps_of(lambda: made.step(batches), arguments.steps, ranks.device, first_within=both(traffic, kept))
+    figures = arms.steps_of(lambda: made.step(batches), arguments.steps, ranks.device, first_within=(traffic, kept))
     resident = arms.most_held(ranks.device) - start
     tensors = arms.peak_of(made, lambda: made.step(batches))
     logits = 4 * arguments.seq_length * arguments.vocabulary
@@ -124,12 +123,6 @@ def measure(arguments: argparse.Namespace, arm: Arm, path: Path) -> Figures:
         "reduced": traffic.sent["reduce-scatter"] + traffic.sent["all-reduce"],
     }
     return figures
-
-
-@contextmanager
-def both(*counting: AbstractContextManager[object]) -> Iterator[None]:
-    with counting[0], counting[1]:
-        yield
 
 
 class _Kept(saved_tensors_hooks):

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -259,7 +259,7 @@ def steps_of(
     steps: int,
     device: torch.device,
     warm_up: int = 1,
-    first_within: AbstractContextManager[object] | None = None,
+    first_within: Sequence[AbstractContextManager[object]] = (),
 ) -> Figures:
     """Of so many timed steps after others that are not.
 
@@ -267,8 +267,10 @@ def steps_of(
         first_within: what counts the very first one, which is then not timed.
     """
     losses = []
-    if first_within is not None:
-        with first_within:
+    if first_within:
+        with ExitStack() as counting:
+            for each in first_within:
+                counting.enter_context(each)
             losses.append(step())
         warm_up -= 1
     took = [one for _ in range(warm_up + steps) for one in timed(step, device)]
@@ -327,34 +329,13 @@ def begin_peak(device: torch.device) -> int:
 def peak_of(made: Made, run: Callable[[], object]) -> int:
     """Most bytes of tensors at once while something runs, with parameters and optimizer state."""
     state = [value for of_one in made.optimizer.state.values() for value in of_one.values()]
-    with LiveTensors(
-        [each for each in [*made.model.parameters(), *made.model.buffers(), *state] if _is_here(each)]
-    ) as live:
+    tensors = [each for each in (*made.model.parameters(), *made.model.buffers(), *state) if isinstance(each, Tensor)]
+    with LiveTensors([each for each in tensors if not each.is_meta]) as live:
         run()
     return live.peak
 
 
-def _is_here(value: object) -> bool:
-    return isinstance(value, Tensor) and not value.is_meta
-
-
 # ---- models and data ----
-
-
-def random_mixtral(arguments: argparse.Namespace, seed: int = 0, **sizes: Any) -> Any:
-    """A Mixtral in fp32 of the flags' sizes, and of others that no flag says."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    own = dict(num_attention_heads=8, num_key_value_heads=4, num_local_experts=8)
-    config = MixtralConfig(
-        vocab_size=arguments.vocabulary,
-        hidden_size=arguments.hidden_size,
-        intermediate_size=arguments.intermediate_size,
-        num_hidden_layers=arguments.layers,
-        **(own | sizes),
-    )
-    torch.manual_seed(seed)
-    return MixtralForCausalLM(config)
 
 
 def random_sequences(number: int, length: int, vocabulary: int, seed: int = 0) -> list[list[int]]:

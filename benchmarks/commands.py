@@ -1,4 +1,4 @@
-"""What the commands of this folder have in common: flags, the line that says what was measured where, the table."""
+"""What commands of this folder have in common: flags, the line that says what was measured where, tables, files."""
 
 import argparse
 import inspect
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, get_args
 
 import torch
 
@@ -17,6 +17,7 @@ from expertmesh.moe.util.atomic_write import whole
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.moe.util.versions import installed_version
+from expertmesh.sharding.parallelize.choices import Checkpointing
 from expertmesh.training.environment import cpu_model
 from expertmesh.training.planning.columns import Column, open_console, print_table
 
@@ -33,7 +34,7 @@ def new_file(name: str) -> Path:
     return file
 
 
-FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
+FLAGS: dict[str, tuple[Callable[[str], Any] | tuple[str, ...], str]] = {
     "ranks": (int, "processes, each of one thread"),
     "ep_size": (int, "ranks over which experts are sharded"),
     "tp_size": (int, "ranks that divide heads (tensor parallelism)"),
@@ -49,14 +50,14 @@ FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "sequences": (int, "of a global batch"),
     "seq_length": (int, "tokens of a sequence"),
     "max_seq_length": (int, "tokens of a sequence, at most"),
-    "gradient_checkpointing": (str, "none, full or selective"),
+    "gradient_checkpointing": (get_args(Checkpointing), "as train_ep.py's"),
     "steps": (int, "timed in each turn, after one that is not"),
     "rounds": (int, "turns of each variant"),
     "repetitions": (int, "in each turn"),
     "seed": (int, "of the data, the model and the order of training"),
     "json": (new_file, "also write all figures here"),
 }
-"""Those of several commands: what a value is, and the help."""
+"""Those of several commands: what a value is, or which there are, and the help."""
 
 
 def parser_of(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
@@ -69,8 +70,9 @@ def parser_of(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in defaults.items():
         kind, meaning = FLAGS[name]
+        values: dict[str, Any] = {"choices": kind} if isinstance(kind, tuple) else {"type": kind}
         number = "+" if isinstance(default, list) else None
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, nargs=number, default=default, help=meaning)
+        parser.add_argument(f"--{name.replace('_', '-')}", **values, nargs=number, default=default, help=meaning)
     return parser
 
 

@@ -1,10 +1,9 @@
 """Memory and time of the loss from chunked logits against unchunked ones: `python -m benchmarks.cross_entropy`.
 
 Computes loss, gradient of the last hidden states and gradient of the head's weight, as one training step does, with
-each kind of `--cross-entropy`. Every run is a process of its own, the kinds interleaved in rounds. Peak: what the
-process holds at most above its inputs, by the kernel's high-water mark of resident memory on a CPU (VmHWM) and by
-torch's allocator on a GPU. Seconds: the fastest of the repetitions in a process. Prints the medians over the rounds,
-and the ratios to `full` in the same round.
+each kind of `--cross-entropy`. Peak: what the process holds at most above its inputs, by the kernel's high-water mark
+of resident memory on a CPU (VmHWM) and by torch's allocator on a GPU. Seconds: the fastest of the repetitions in a
+process.
 """
 
 import argparse
@@ -20,7 +19,7 @@ from benchmarks import arms
 from benchmarks.arms import MB, Arm, Benchmark, Figures, Rounds, ratio
 from benchmarks.commands import command, parser_of, print_rows, settings_line
 from expertmesh.training.data.batch import IGNORED
-from expertmesh.training.loss.head import CHUNK_BYTES, LOSS_SUMS, Targets, chunks_of
+from expertmesh.training.loss.head import LOSS_SUMS, Targets
 
 
 @command
@@ -73,7 +72,6 @@ def measure(arguments: argparse.Namespace, arm: Arm, path: Path) -> Figures:
 
 def report(arguments: argparse.Namespace, rounds: Rounds) -> None:
     print(settings_line(arguments, "fresh processes, medians", device=arguments.device))
-    print_chunks(arguments)
     seconds = {kind: [one.seconds[0] for one in figures] for kind, figures in rounds.items()}
     peaks = {kind: [one.more["peak"] / MB for one in figures] for kind, figures in rounds.items()}
     print_rows(
@@ -90,19 +88,6 @@ def report(arguments: argparse.Namespace, rounds: Rounds) -> None:
             for kind, figures in rounds.items()
         ]
     )
-
-
-def print_chunks(arguments: argparse.Namespace) -> None:
-    """Chunks, and the bytes of the weight and its gradient that they read and write, by formula: each reads the weight
-    for the logits and for the rows' gradient, and adds to the weight's in fp32 (a single one, or the first, is
-    written at once)."""
-    rows, vocabulary, width = round(arguments.tokens * arguments.share), arguments.vocabulary, arguments.hidden_size
-    size, elements = getattr(torch, arguments.dtype).itemsize, vocabulary * width
-    ours = chunks_of(rows, vocabulary, CHUNK_BYTES[arguments.device])
-    # a product in half precision is written, read again and added
-    adding = 2 * 4 + (2 * size if size < 4 else 0)
-    own = elements * (ours * 2 * size + (ours * adding if ours > 1 or size == 4 else size))
-    print(f"by formula: chunked {ours} chunks, {own / 1e9:.1f} GB of weight and gradient")
 
 
 if __name__ == "__main__":

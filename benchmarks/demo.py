@@ -7,31 +7,37 @@ with `torchrun --nproc-per-node 4 train_ep.py --ep-size 4`; reloads the export w
 the share of held-out tasks answered exactly, before and after.
 """
 
-import json
 import random
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.commands import command, parser_of, print_rows, write_lines
+from benchmarks.commands import command, parser_of, print_rows, read_lines, write_lines
 from benchmarks.runs import ROOT, environment, words_of
+from benchmarks.small_models import save_model
 from expertmesh.moe.util.errors import ExpertMeshError
 
 TRAIN_ROWS = 40_000
 HELD_OUT_ROWS = 100  # a task
+SIZES: dict[str, Any] = {
+    "hidden_size": 96,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.05,  # the default, 0.02, is for wider models
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+}
 LETTERS = "abcdefghijklmnop"
 SOUND = 0.85
 """Share of every task's held-out rows that a sound run answers exactly; with less, the demo fails."""
-
-
-def _letters(rng: random.Random) -> str:
-    return "".join(rng.choice(LETTERS) for _ in range(rng.randint(3, 5)))
 
 
 def _sum(rng: random.Random) -> tuple[str, str]:
@@ -42,7 +48,7 @@ def _sum(rng: random.Random) -> tuple[str, str]:
 
 def _on_letters(name: str, answer: Callable[[str], str]) -> Callable[[random.Random], tuple[str, str]]:
     def make(rng: random.Random) -> tuple[str, str]:
-        word = _letters(rng)
+        word = "".join(rng.choice(LETTERS) for _ in range(rng.randint(3, 5)))
         return f"{name} {word}", answer(word)
 
     return make
@@ -92,7 +98,7 @@ def make_inputs(model: Path, data: Path, seed: int = 0, num_rows: int = TRAIN_RO
     """Write the training rows, and a random model with a tokenizer made for them; the rows held out, by task."""
     held_out = write_tasks(data, seed, num_rows)
     save_tokenizer(model, data)
-    save_random_model(model, seed)
+    save_model(model, "mixtral", seed, SIZES)
     return held_out
 
 
@@ -126,42 +132,12 @@ def save_tokenizer(path: Path, data: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(rf"^({'|'.join(TASKS)}) |[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     trainer = trainers.WordLevelTrainer(special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
-    tokenizer.train_from_iterator(_texts(data), trainer)
+    texts = (f"{row['prompt']}\n{row['response']}" for row in read_lines(data))
+    tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>", padding_side="left"
     )
     fast.save_pretrained(path)
-
-
-def _texts(data: Path) -> Iterable[str]:
-    with open(data, encoding="utf-8") as lines:
-        for line in lines:
-            row = json.loads(line)
-            yield f"{row['prompt']}\n{row['response']}"
-
-
-def save_random_model(path: Path, seed: int) -> None:
-    from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM
-
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    config = MixtralConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=96,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=8,
-        num_experts_per_tok=2,
-        max_position_embeddings=64,
-        initializer_range=0.05,  # the default, 0.02, is for wider models
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    torch.manual_seed(seed)
-    model: Any = MixtralForCausalLM(config)
-    model.save_pretrained(path)
 
 
 def train(model: Path, data: Path, run: Path, max_steps: int | None, seed: int) -> None:

@@ -11,11 +11,10 @@ Routing, the same in every variant: `balanced`, every expert has the same number
 logits drawn from N(0, 1) for each token and expert plus N(0, 0.5^2) for each expert; `skewed`, all tokens choose the
 first K experts. The tokens carry these choices in their first E coordinates, where the router's weights look.
 
-Forward is without gradients; forward + backward gives the gradients of the input and of every weight. Variants run in
-turn, round after round, after a round of warm-up. Milliseconds are medians, by CUDA events on a GPU and of wall time on
-a CPU, with the process's CPU time beside them. TFLOP/s counts the experts' matrix products alone (2 · 3 · R · D · F
-forward, three times that with backward). Ratios between variants are medians over the rounds of the ratio within a
-round. Peak: memory above weights and inputs, of torch's allocator on a GPU, of the process on a CPU (VmHWM).
+Forward is without gradients; forward + backward gives the gradients of the input and of every weight. Milliseconds are
+by CUDA events on a GPU and of wall time on a CPU, with the process's CPU time beside them. TFLOP/s counts the experts'
+matrix products alone (2 · 3 · R · D · F forward, three times that with backward). Peak: memory above weights and
+inputs, of torch's allocator on a GPU, of the process on a CPU (VmHWM).
 
 What no variant is charged for: routing is drawn once per setting, so code that is compiled for a number of rows (of
 oneDNN's bf16 products on a CPU, some 0.5 ms for each new number) is compiled in the warm-up; in training the
@@ -556,7 +555,8 @@ def print_auto(results: Sequence[Result], auto: str) -> None:
     for part in (EXPERTS, LAYER):
         said = []
         for mine in pick(results, part=part, variant=auto):
-            rivals = rivals_of(mine, results)
+            same = pick(results, setting=mine.setting, part=part, passes=mine.passes)
+            rivals = [r for r in same if r.variant not in (auto, CEILING)]
             for what, among in (
                 ("best other", rivals),
                 ("best of HF", [r for r in rivals if r.variant in HF_VARIANTS]),
@@ -565,12 +565,6 @@ def print_auto(results: Sequence[Result], auto: str) -> None:
                     best = min(among, key=lambda rival: speed_ratio(mine, rival))
                     said.append(f"{mine.passes} {speed_ratio(mine, best):.2f} x {what} ({best.variant})")
         print(f"auto ({auto}), {part}: {'; '.join(said)}", flush=True)
-
-
-def rivals_of(mine: Result, results: Sequence[Result]) -> list[Result]:
-    """The other variants that computed the same."""
-    same = pick(results, setting=mine.setting, part=mine.part, passes=mine.passes)
-    return [r for r in same if r.variant not in (mine.variant, CEILING)]
 
 
 if __name__ == "__main__":

@@ -23,11 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoTokenizer
 
 import expertmesh
-from benchmarks.arms import random_mixtral, take_turns, timed
-from benchmarks.byte_pairs import save_byte_pairs
+from benchmarks.arms import take_turns, timed
 from benchmarks.commands import command, parser_of, print_rows, settings_line, write_lines
+from benchmarks.runs import ROOT
+from benchmarks.small_models import random_mixtral, save_byte_pairs
 from expertmesh.training.data.batch import collate
 from expertmesh.training.data.data_files import open_rows
 from expertmesh.training.data.record_kinds import CONVERSATIONS, PIECES
@@ -37,7 +39,6 @@ from expertmesh.training.data.sequences import make_rows
 from expertmesh.training.data.tokenizing import DataOptions, records_of
 from expertmesh.training.data.truncation import Packing, Truncation
 
-ROOT = Path(__file__).parents[1]
 EOS = "</s>"
 Sequences = list[list[Sample]]
 
@@ -57,8 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = dict(hidden_size=256, intermediate_size=256, layers=2, vocabulary=4096)
     arguments = parser_of(__doc__, max_seq_length=1024, sequences=2, rounds=3, **sizes).parse_args(argv)
     torch.set_num_threads(1)
-    texts = list(filter(str.strip, (path.read_text(encoding="utf-8") for path in files())))
-    tokenizer = tokenizer_of(texts, arguments.vocabulary)
+    files = [path for folder in ("docs", "training") for path in sorted((ROOT / folder).rglob("*.[pm][yd]"))]
+    texts = list(filter(str.strip, (path.read_text(encoding="utf-8") for path in files)))
+    with tempfile.TemporaryDirectory() as directory:
+        save_byte_pairs(Path(directory), texts, arguments.vocabulary, [EOS], eos_token=EOS)
+        tokenizer = AutoTokenizer.from_pretrained(directory)
     length = arguments.max_seq_length
     ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
     packed = {
@@ -86,19 +90,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     print_rows(rows)
     return 0
-
-
-def files() -> list[Path]:
-    """Code and pages of this checkout."""
-    return [path for folder in ("docs", "training") for path in sorted((ROOT / folder).rglob("*.[pm][yd]"))]
-
-
-def tokenizer_of(texts: Sequence[str], vocabulary: int) -> Any:
-    from transformers import AutoTokenizer
-
-    with tempfile.TemporaryDirectory() as directory:
-        save_byte_pairs(Path(directory), texts, vocabulary, [EOS], eos_token=EOS)
-        return AutoTokenizer.from_pretrained(directory)
 
 
 def ours(texts: Sequence[str], tokenizer: Any, length: int, truncation: Truncation, packing: Packing) -> Packed:

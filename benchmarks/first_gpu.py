@@ -50,7 +50,7 @@ from benchmarks.first_gpu_verdicts import (
     steps_found,
     whole_steps,
 )
-from benchmarks.needed import asked, carried, listed, with_transformers
+from benchmarks.needed import asked, carried, listed
 from expertmesh.moe.util.atomic_write import whole
 from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.moe.util.versions import installed_version
@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=9, help="that this call may take (default: 9)")
     parser.add_argument("--out", type=Path, default=Path("first-gpu"), metavar="DIR", help="(default: first-gpu)")
     parser.add_argument("--earlier", type=Path, metavar="TAR", help="first_gpu.tar of earlier calls, if --out is lost")
-    parser.add_argument("--steps", default="", metavar="1,3", help="only these, by number")
+    parser.add_argument("--steps", type=int, nargs="+", metavar="N", help="only these, by number")
     parser.add_argument("--use-cpu", action="store_true", help="the same steps at tiny size, on the CPU")
     parser.add_argument(
         "--as", dest="gpu", default="", metavar="GPU", help="with --use-cpu: forecast, say, nvidia-h200"
@@ -155,12 +155,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, metavar="DIR", help="also put the three files here after each part")
     parser.add_argument("--prepare", type=Path, metavar="DIR", help="download what a bare machine lacks, and end")
     parser.add_argument("--python-version", default="3.12", help="of that machine, for --prepare (default: 3.12)")
-    parser.add_argument("--has", type=Path, metavar="FILE", help="its `pip list` (default: what transformers needs)")
+    parser.add_argument("--has", type=Path, metavar="FILE", help="what `pip list` prints on that machine")
     arguments = parser.parse_args(argv)
     if arguments.prepare is not None:
+        if arguments.has is None:
+            parser.error("--prepare needs --has, what `pip list` prints on that machine")
         try:
-            has = with_transformers(arguments.python_version) if arguments.has is None else listed(arguments.has)
-            return prepare(arguments.prepare, arguments.python_version, has)
+            return prepare(arguments.prepare, arguments.python_version, listed(arguments.has))
         except (OSError, ValueError) as error:
             parser.error(f"--has: {error}")
     if arguments.gpu and not arguments.use_cpu:
@@ -168,35 +169,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     call = Call(BEGUN + 60 * arguments.minutes, arguments.results)
     out = arguments.out.absolute()
     steps = steps_of(out, arguments.use_cpu, arguments.gpu)
+    numbers = arguments.steps or range(1, len(steps) + 1)
+    if not {*numbers} <= {*range(1, len(steps) + 1)}:
+        parser.error(f"--steps: there are the steps 1 to {len(steps)}")
     try:
-        chosen = chosen_of(steps, arguments.steps)
         state = open_state(out, arguments.earlier, describe_machine(arguments.use_cpu, arguments.gpu))
     except ValueError as error:
         parser.error(str(error))
     state.calls += 1
     for number, step in enumerate(steps, 1):
-        if step in chosen:
+        if number in numbers:
             go_on(number, step, state, out, call, arguments.use_cpu, steps)
-    verdicts = dict(zip((step.name for step in steps), call.write(state, out, steps), strict=True))
+    verdicts = call.write(state, out, steps)
     print(f"written: {', '.join(str((arguments.results or out) / name) for name in RESULTS)}")
-    of_chosen = [verdicts[step.name] for step in chosen]
+    of_chosen = [verdicts[number - 1] for number in numbers]
     if "not finished" in of_chosen:
         print(f"parts are left after {state.calls} calls: give the same command again")
         return CALL_AGAIN
     return int(any(verdict != "as expected" for verdict in of_chosen))
-
-
-def chosen_of(steps: Sequence[Step], numbers: str) -> list[Step]:
-    """
-    Raises:
-        ValueError: there is no such number.
-    """
-    if not numbers:
-        return list(steps)
-    try:
-        return [steps[int(number) - 1] if int(number) > 0 else steps[len(steps)] for number in numbers.split(",")]
-    except (ValueError, IndexError):
-        raise ValueError(f"--steps {numbers}: there are the steps 1 to {len(steps)}") from None
 
 
 def open_state(out: Path, earlier: Path | None, machine: dict[str, str]) -> State:
@@ -577,8 +567,7 @@ def prepare(directory: Path, python_version: str, has: Mapping[str, str]) -> int
     if sum(sizes.values()) > MOST_CARRIED:
         largest = max(sizes, key=sizes.__getitem__)
         print(
-            f"more than {MOST_CARRIED / 2**20:.0f} MiB, the largest is {largest}: give --has FILE with what `pip list` "
-            "prints on that machine, which may have it",
+            f"more than {MOST_CARRIED / 2**20:.0f} MiB, the largest is {largest}; has --has all of that machine?",
             file=sys.stderr,
         )
         return 1

@@ -1,8 +1,6 @@
 """What it costs to lay one model out in one way and in another: `python -m benchmarks.layouts three-d`.
 
-Whole training steps (forward, backward, clipping, AdamW) of a random model in fp32 on one global batch. Layouts take
-turns, round after round, on ranks of one thread each that load the model anew. Losses must agree at every step or the
-run aborts.
+Whole training steps of a random model in fp32 on one global batch, whose losses must agree at every step.
 
     three-d    data, tensor and pipeline parallelism on 1 to 8 ranks
     pipeline   one rank, and the same model cut into --pp-size stages: what a pipeline's bubble costs. Without any other
@@ -18,8 +16,7 @@ run aborts.
     activations  the same of forward and backward, less the peak with few tokens per sequence: gathered parameters and
                  gradients do not depend on the length
     evenness     CPU time of the rank with least over that of the rank with most, in one step
-    x            of the first layout, the median over rounds of the ratio within a round. Ranks share this machine's
-                 cores: CPU-seconds are of all ranks together
+    x            of the first layout. CPU-seconds are of all ranks together
 """
 
 import argparse
@@ -35,6 +32,7 @@ from benchmarks import arms
 from benchmarks.arms import MB, Arm, ArmFailed, Benchmark, Figures, Rounds, ratio
 from benchmarks.commands import command, parser_of, print_rows, settings_line
 from benchmarks.network import Network, can_make_networks
+from benchmarks.small_models import random_mixtral
 from benchmarks.variants import balance_routing
 from expertmesh.moe.dispatch.dispatcher_entries import DISPATCHERS
 from expertmesh.sharding.pipeline.timeline import bubble
@@ -167,7 +165,7 @@ def chosen(arguments: argparse.Namespace) -> list[Arm]:
 def save_model(arguments: argparse.Namespace, path: Path) -> None:
     more = dict(num_local_experts=arguments.experts, num_experts_per_tok=arguments.top_k)
     longest = max(arguments.seq_length)
-    arms.random_mixtral(arguments, max_position_embeddings=longest, **more).save_pretrained(path)
+    random_mixtral(arguments, max_position_embeddings=longest, **more).save_pretrained(path)
 
 
 def on_two_nodes(megabits: float, module: str, argv: Sequence[str], ranks: int, directory: Path, arm: str) -> Any:

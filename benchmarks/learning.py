@@ -23,11 +23,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.arms import random_mixtral
-from benchmarks.byte_pairs import save_byte_pairs
 from benchmarks.commands import command, parser_of, print_rows, read_lines, settings_line, write_json, write_lines
 from benchmarks.demo import make_inputs
 from benchmarks.runs import lines_of, trained
+from benchmarks.small_models import random_mixtral, save_byte_pairs
 from expertmesh.moe.util.errors import ExpertMeshError
 
 HELD_OUT = 200
@@ -64,7 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--learning-rates", nargs="+", default=["3e-3"], metavar="X")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--batch", type=int, default=None, help="sequences a step (default: the demo's 256; else 8)")
     parser.add_argument("--window", type=int, default=20, help="steps over which training losses are averaged")
     parser.add_argument("--dataset", type=Path, default=None, metavar="FILE", help="JSON lines, two fields of each")
     parser.add_argument(
@@ -122,7 +120,6 @@ def train(inputs: Inputs, run: Path, seed: int, flags: list[str], arguments: arg
     command = [*inputs.flags, "--model", str(inputs.model), "--seed", str(seed), "--output-dir", str(run)]
     command += ["--overwrite-output-dir", "--no-export", "--logging-steps", "1", "--report-to", "none"]
     command += ["--max-steps", str(arguments.steps), "--eval-steps", str(arguments.steps)]
-    command += [] if arguments.batch is None else ["--per-device-train-batch-size", str(arguments.batch)]
     trained(1, [*command, *flags], OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "2"))
     losses = [line["loss"] for line in lines_of(run, "loss")]
     assert len(losses) == arguments.steps

@@ -50,16 +50,17 @@ def train(model: Path, data: Path, out: Path, steps: int, seed: int, *flags: str
 def accepted(path: Path, records: list[dict[str, str]]) -> float:
     """The share of drafts, over all answers, that are what the model says after the text and its own next token."""
     import expertmesh
-    from expertmesh.moe.experts.forward import Ahead, Forward, Targets
+    from expertmesh.moe.experts.forward import Ahead, Forward, Targets, current_forward
     from expertmesh.moe.experts.model_layers import decoder_layers
     from expertmesh.training.steps.evaluate import inference
 
     engine: Any = expertmesh.load(str(path), use_cpu=True, train_mtp=True)
     tokenizer, model, agreed = engine.tokenizer, engine.model, []
     drafts: list[torch.Tensor] = []
+    current: Any = current_forward
     # its drafts leave the layer by the current forward, and go through the head as the model's own states do
     layer = decoder_layers(model)[-1]
-    layer.register_forward_hook(lambda *_: drafts.append(_current().drafts_BSD))
+    layer.register_forward_hook(lambda *_: drafts.append(current().drafts_BSD))
     with inference(model):
         for record in records:
             text = tokenizer(record["prompt"] + "\n", add_special_tokens=True)["input_ids"]
@@ -73,12 +74,6 @@ def accepted(path: Path, records: list[dict[str, str]]) -> float:
             agreed.append((drafted_S[:-1] == said_S[1:])[len(text) - 1 :].float())
     torch.distributed.destroy_process_group()
     return float(torch.cat(agreed).mean())
-
-
-def _current() -> Any:
-    from expertmesh.moe.experts.forward import current_forward
-
-    return current_forward()
 
 
 def one_repetition(model: Path, work: Path, steps: int, seed: int) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """What packing gains over padding: `python -m benchmarks.packing --ranks 4 --ep-size 4`.
 
-Whole training steps (forward, backward, clipping, AdamW) of one random Mixtral, each variant in turn in every round:
+Whole training steps of one random Mixtral:
 
     padded to max         each sequence one sample, padded to --max-seq-length, as a fixed shape needs it
     padded                each sequence one sample, padded to the longest of the micro-batch: train_ep.py without flags
@@ -9,8 +9,8 @@ Whole training steps (forward, backward, clipping, AdamW) of one random Mixtral,
     packed                --packing
 
 All but `padded, larger batch` have the same flags: as many sequences per micro-batch, of at most --max-seq-length
-tokens. Padding is not counted. Lengths are those of --dataset, tokenised with --model's tokenizer, or else drawn from a
-log-normal distribution with the mean and spread of GSM8K's questions and answers.
+tokens. Padding is not counted. Lengths are drawn from a log-normal distribution with the mean and spread of GSM8K's
+questions and answers.
 """
 
 import argparse
@@ -26,12 +26,10 @@ import torch.nn.functional as F
 from benchmarks import arms
 from benchmarks.arms import Arm, Benchmark, Figures, Rounds, ratio
 from benchmarks.commands import command, parser_of, print_rows, settings_line
+from benchmarks.small_models import random_mixtral
 from expertmesh.training.data.batch import IGNORED, Batch, collate
-from expertmesh.training.data.chat import set_chat_template
-from expertmesh.training.data.sample_cache import load_samples
 from expertmesh.training.data.samples import Samples
 from expertmesh.training.data.sequences import DataOrder, make_rows
-from expertmesh.training.data.tokenizing import DataOptions
 from expertmesh.training.engine.engine import Engine
 
 VARIANTS = ("padded to max", "padded", "grouped", "padded, larger batch", "packed")
@@ -43,8 +41,6 @@ LOG_MEAN, LOG_SPREAD = 5.2, 0.38
 def main(argv: Sequence[str] | None = None) -> int:
     sizes = dict(hidden_size=256, intermediate_size=896, layers=6, vocabulary=4096)
     parser = parser_of(__doc__, ranks=4, ep_size=4, max_seq_length=1024, rows=4, steps=3, rounds=3, json=None, **sizes)
-    parser.add_argument("--model", default="", help="directory with a config.json and a tokenizer, instead of sizes")
-    parser.add_argument("--dataset", default="", help="instead of drawn lengths; needs --model")
     return Benchmark("benchmarks.packing", arms_of, save_model, measure, report).main(parser.parse_args(argv), argv)
 
 
@@ -55,20 +51,13 @@ def arms_of(arguments: argparse.Namespace) -> list[Arm]:
 
 
 def save_model(arguments: argparse.Namespace, path: Path) -> None:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    if arguments.model:
-        torch.manual_seed(0)
-        model = MixtralForCausalLM(MixtralConfig.from_pretrained(arguments.model))
-    else:
-        model = arms.random_mixtral(arguments, max_position_embeddings=arguments.max_seq_length)
-    model.save_pretrained(path)
+    random_mixtral(arguments, max_position_embeddings=arguments.max_seq_length).save_pretrained(path)
 
 
 def measure(arguments: argparse.Namespace, arm: Arm, model: Path) -> Figures:
     """On each rank: a step of each of several global batches."""
     made = arm.made(model)
-    samples = read_samples(arguments) if arguments.dataset else draw_samples(arguments)
+    samples = draw_samples(arguments)
     batches = [batch.to(made.engine.ranks.device) for batch in batches_of(arm.name, samples, arguments, made.engine)]
     in_turn = iter(batches)
     figures = arms.steps_of(lambda: made.step([next(in_turn)]), arguments.steps, made.engine.ranks.device)
@@ -92,14 +81,6 @@ def batches_of(variant: str, samples: Samples, arguments: argparse.Namespace, en
         (forward,) = order.micro_batches(step, engine.data_rank)
         batch = collate([rows[row] for row in forward])
         yield pad_to(batch, arguments.max_seq_length) if variant == "padded to max" else batch
-
-
-def read_samples(arguments: argparse.Namespace) -> Samples:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    set_chat_template(tokenizer, "")
-    return load_samples("--dataset", [arguments.dataset], tokenizer, DataOptions(arguments.max_seq_length), 0)
 
 
 def draw_samples(arguments: argparse.Namespace, number: int = 4000) -> Samples:

@@ -3,9 +3,9 @@
 measured: settings of small random models on this machine's CPU, each on ranks that are started afresh. The peak is
 VmHWM, the most that a rank's process ever held, less what it held before its model was built and after a step of the
 same model with fewer layers, in which libraries compile code and make buffers for these shapes. What is freed goes back
-to the system at once (benchmarks.arms.GIVEN_BACK); with --default-malloc it does not, and the difference is
-malloc's slack. Bytes are counted at the collectives of one step. Every expert gets equally many tokens, as the forecast
-assumes. Seconds are the median of 3 steps; the forecast goes by rates that the same ranks measure.
+to the system at once (benchmarks.arms.GIVEN_BACK). Bytes are counted at the collectives of one step. Every expert gets
+equally many tokens, as the forecast assumes. Seconds are the median of 3 steps; the forecast goes by rates that the
+same ranks measure.
 
 rehearsed: models at full size on 8 to 1,024 GPUs: what dry runs of short models tell of all layers, beside a dry run of
 these (`benchmarks.rehearsed`).
@@ -193,7 +193,6 @@ def shard_run(
 def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__, json=None)
     parser.add_argument("parts", nargs="*", default=PARTS, help=f"what to compare with: {', '.join(PARTS)}")
-    parser.add_argument("--default-malloc", action="store_true", help="leave malloc's thresholds as they are")
     parser.add_argument("--only", default="", help="measured settings whose description contains this")
     parser.add_argument("--untimed", action="store_true", help="measure memory and bytes alone")
     arguments = parser.parse_args(argv)
@@ -216,7 +215,7 @@ def print_measured(arguments: argparse.Namespace) -> None:
     figures = []
     for number, case in enumerate(cases()):
         if arguments.only in str(case):
-            figures.append(run(number, case, arguments.default_malloc, not arguments.untimed))
+            figures.append(run(number, case, not arguments.untimed))
             # minutes in all: what is known is told at once
             print(f"{case}: {error(figures[-1]):+.1%}", file=sys.stderr, flush=True)
     print_rows([row(f) for f in figures], text=["peak at"])
@@ -246,7 +245,7 @@ def error(f: dict[str, Any]) -> float:
     return float(f["memory_forecast"] / f["memory_measured"] - 1)
 
 
-def run(number: int, case: Case, default_malloc: bool = False, is_timed: bool = True) -> dict[str, Any]:
+def run(number: int, case: Case, is_timed: bool = True) -> dict[str, Any]:
     """The forecast of one case, and what fresh ranks took; of these, the one with the highest peak.
 
     Args:
@@ -255,9 +254,8 @@ def run(number: int, case: Case, default_malloc: bool = False, is_timed: bool = 
     """
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        variables = {} if default_malloc else GIVEN_BACK
         flags = ["--untimed"] * (not is_timed)
-        figures = arms.on_ranks("benchmarks.plan_accuracy", flags, WORLD_SIZE, directory, str(number), **variables)
+        figures = arms.on_ranks("benchmarks.plan_accuracy", flags, WORLD_SIZE, directory, str(number), **GIVEN_BACK)
         hardware = load_measured(directory / HARDWARE) if is_timed else CPU
     worst: dict[str, Any] = max(figures, key=lambda f: f["memory_measured"])
     account = forecast(case, hardware)

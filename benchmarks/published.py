@@ -30,6 +30,19 @@ NEAR = {"GiB": 0.10, "tok/s": 0.25, "TFLOP/s": 0.25}
 """How near a forecast is to be, by unit; TFLOP/s count where tokens are not told."""
 
 
+FULL = dict(gradient_checkpointing="full")
+BF16_STATE, FP32_STATE = dict(optim="adamw_bf16"), dict(optim="adamw_torch_fused")
+WHOLE_LOGITS, LOOP = dict(cross_entropy="full"), dict(expert_kernel="loop")
+AUTOMODEL = BF16_STATE | dict(reshard_after_forward=False)
+EACH: dict[str, Any] = dict(dispatch="plain")
+IN_TURN: dict[str, Any] = EACH | dict(in_turn=True)
+"""Not of train_ep.py: Automodel's balanced gate (`FakeBalancedGate` of its `components/moe/layers.py`) gives token t
+the experts t·K, t·K + 1, ..., which lie on one rank or two, and DeepEP sends a token once to a rank, or to a node."""
+ONCE = "a token goes to each rank or node once (DeepEP); Transformer Engine's kernels; no clipping"
+GB = 1e9 / 2**30
+SENT: Sequence[tuple[str, dict[str, Any]]] = (("sent as theirs", IN_TURN), ("to each expert", EACH))
+
+
 @dataclass(frozen=True)
 class Row:
     """A published figure.
@@ -50,22 +63,10 @@ class Row:
     hardware: Hardware
     figures: dict[Unit, float]
     flags: dict[str, Any]
-    assumed: Sequence[tuple[str, dict[str, Any]]]
+    assumed: Sequence[tuple[str, dict[str, Any]]] = SENT
     unknown: str = ""
     theirs: str = ""
     is_balanced: bool = False
-
-
-FULL = dict(gradient_checkpointing="full")
-BF16_STATE, FP32_STATE = dict(optim="adamw_bf16"), dict(optim="adamw_torch_fused")
-WHOLE_LOGITS, LOOP = dict(cross_entropy="full"), dict(expert_kernel="loop")
-AUTOMODEL = BF16_STATE | dict(reshard_after_forward=False)
-EACH: dict[str, Any] = dict(dispatch="plain")
-IN_TURN: dict[str, Any] = EACH | dict(in_turn=True)
-"""Not of train_ep.py: Automodel's balanced gate (`FakeBalancedGate` of its `components/moe/layers.py`) gives token t
-the experts t·K, t·K + 1, ..., which lie on one rank or two, and DeepEP sends a token once to a rank, or to a node."""
-ONCE = "a token goes to each rank or node once (DeepEP); Transformer Engine's kernels; no clipping"
-GB = 1e9 / 2**30
 
 
 NOT_FLAGS = ("in_turn", "turns")
@@ -119,7 +120,6 @@ ROWS = (
     Row(
         "Automodel", "qwen3-30b-a3b", 8, H100, {"tok/s": 12_040.0, "TFLOP/s": 277.0},
         dict(ep_size=8, per_device_train_batch_size=4, gradient_accumulation_steps=16, **FULL, **AUTOMODEL),
-        [("sent as theirs", IN_TURN), ("to each expert", EACH)],
         theirs=ONCE, is_balanced=True,
     ),
     Row(
@@ -152,7 +152,6 @@ ROWS = (
     Row(
         "Automodel", "gpt-oss-120b", 64, H100, {"tok/s": 7_626.0, "TFLOP/s": 231.0},
         dict(ep_size=64, per_device_train_batch_size=2, gradient_accumulation_steps=4, **BF16_STATE),
-        [("sent as theirs", IN_TURN), ("to each expert", EACH)],
         theirs=ONCE + "; FlexAttention", is_balanced=True,
     ),
     Row(
@@ -190,13 +189,11 @@ ROWS = (
     Row(
         "Automodel, pp 4 vp 8", "deepseek-v3", 256, H100, {"tok/s": 1_002.0, "TFLOP/s": 250.0},
         dict(ep_size=64, **FULL, **AUTOMODEL, **pipeline(4, 8, 8)),
-        [("sent as theirs", IN_TURN), ("to each expert", EACH)],
         theirs=ONCE, is_balanced=True,
     ),
     Row(
         "Automodel, pp 4 vp 8", "deepseek-v3", 1024, H100, {"tok/s": 865.0, "TFLOP/s": 216.0},
         dict(ep_size=64, **FULL, **AUTOMODEL, **pipeline(4, 8, 8, turns=4)),
-        [("sent as theirs", IN_TURN), ("to each expert", EACH)],
         theirs=ONCE, is_balanced=True,
     ),
     Row(
@@ -208,7 +205,6 @@ ROWS = (
     Row(
         "Automodel, pp 8 vp 4", "kimi-k2", 256, H100, {"tok/s": 924.0, "TFLOP/s": 189.0},
         dict(ep_size=32, **FULL, **AUTOMODEL, **pipeline(8, 4, 8, turns=2)),
-        [("sent as theirs", IN_TURN), ("to each expert", EACH)],
         theirs=ONCE, is_balanced=True,
     ),
     Row(

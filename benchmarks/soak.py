@@ -77,18 +77,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def flags_of(directory: Path, out: Path, arguments: argparse.Namespace) -> list[str]:
+    # with a pipeline two for each of its stages
+    micro_batches = 1 if arguments.pp_size == 1 else 2 * arguments.pp_size
     flags = ["--use-cpu", "--model", str(directory / "model"), "--dataset", str(directory / "data.jsonl")]
     flags += ["--eval-ratio", "0.002", "--eval-steps", str(arguments.save_steps)]
     flags += ["--output-dir", str(out), "--max-steps", "10000000"]
     flags += ["--pp-size", str(arguments.pp_size), "--ep-size", str(arguments.ep_size)]
-    flags += ["--tp-size", str(arguments.tp_size), "--gradient-accumulation-steps", str(micro_batches(arguments))]
+    flags += ["--tp-size", str(arguments.tp_size), "--gradient-accumulation-steps", str(micro_batches)]
     flags += ["--per-device-train-batch-size", "4", "--learning-rate", "1e-4", "--logging-steps", "10"]
     return [*flags, "--save-steps", str(arguments.save_steps), "--save-total-limit", "3"]
-
-
-def micro_batches(arguments: argparse.Namespace) -> int:
-    """Per optimizer step: with a pipeline two for each of its stages."""
-    return 1 if arguments.pp_size == 1 else 2 * int(arguments.pp_size)
 
 
 def watch(launcher: runs.Process, out: Path, arguments: argparse.Namespace) -> tuple[list[Sample], list[int]]:
@@ -143,11 +140,6 @@ def left_behind(pids: list[int], out: Path, temporary: Path) -> list[str]:
     return left + [str(path) for path in temporary.iterdir()]
 
 
-def slope(seconds: list[float], values: list[float]) -> float:
-    """Slope of the least squares line, per hour."""
-    return statistics.linear_regression(seconds, values).slope * 3600
-
-
 def report(samples: list[Sample], left: list[str], steps: int, saves: list[int], arguments: argparse.Namespace) -> None:
     settled = samples[len(samples) // 4 :]
     seconds = [sample.seconds for sample in settled]
@@ -167,7 +159,7 @@ def report(samples: list[Sample], left: list[str], steps: int, saves: list[int],
                 "own memory, MB:\nat first": f"{samples[0].memory[rank]:.1f}",
                 "after a\nquarter": f"{statistics.median(memory[:tenth]):.1f}",
                 "at the\nend": f"{statistics.median(memory[-tenth:]):.1f}",
-                "MB an hour": f"{slope(seconds, memory):+.2f}",
+                "MB an hour": f"{3600 * statistics.linear_regression(seconds, memory).slope:+.2f}",
             }
         )
         for name in ("files", "threads", "ports"):

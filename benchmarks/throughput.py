@@ -4,21 +4,17 @@
     python -m benchmarks.throughput --ranks 8 --model DIR --dtype bf16   # any model, on GPUs
 
 Complete training steps (forward, backward, clipping, AdamW) of the variants of `benchmarks.variants`, on the same
-weights and data. In every round each variant runs on ranks of its own, started for it and ended after it: its peak
-memory is nobody else's, and none finds what another has warmed. Variants take turns, so other load on the machine
-affects all; a ratio is the median over rounds of the ratio within a round. All steps are on one batch, which the model
-is soon learning by heart: losses of all variants must fall, and agree at every step, or the run
-aborts: to 1e-4 in fp32, to 5e-3 where variants round to bf16 in different places.
+weights and data. All steps are on one batch, which the model is soon learning by heart: losses of all variants must
+fall, and agree at every step, or the run aborts: to 1e-4 in fp32, to 5e-3 where variants round to bf16 in different
+places.
 """
 
 import argparse
 import gc
-import math
 import multiprocessing
 import os
 import statistics
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +25,7 @@ import torch
 from benchmarks import arms
 from benchmarks.arms import MB, Arm, Benchmark, Figures, Rounds, code_of, ratio
 from benchmarks.commands import command, parser_of, print_rows, settings_line, write_json
+from benchmarks.small_models import random_mixtral
 from benchmarks.traffic import KINDS, CountTraffic
 from benchmarks.variants import arm_of, parse_variant
 from expertmesh.checkpoints.hf.source import open_source
@@ -118,22 +115,15 @@ def arms_of(arguments: argparse.Namespace) -> list[Arm]:
 
 
 def measure_peak(arguments: argparse.Namespace) -> float | None:
-    """Floating point operations per second of CPU time of this machine in large fp32 matmuls; None where the
-    variants compute otherwise."""
-    is_cpu = arguments.use_cpu or not torch.cuda.is_available()
-    return _peak_of_matmuls() if is_cpu and arguments.dtype == "fp32" else None
-
-
-def _peak_of_matmuls() -> float:
-    """On one thread: of the fastest of a few calls."""
+    """Floating point operations per second of CPU time of this machine in large fp32 matmuls, on one thread, of the
+    fastest of a few; None where the variants compute otherwise."""
+    if arguments.dtype != "fp32" or (torch.cuda.is_available() and not arguments.use_cpu):
+        return None
     n = 1024
-    a_MK, b_KN, best = torch.randn(n, n), torch.randn(n, n), math.inf
+    a_MK, b_KN = torch.randn(n, n), torch.randn(n, n)
     with on_one_thread():
-        for _ in range(6):
-            begin = time.thread_time()
-            torch.mm(a_MK, b_KN)
-            best = min(best, time.thread_time() - begin)
-    return 2 * n**3 / best
+        took = arms.timed(lambda: torch.mm(a_MK, b_KN), torch.device("cpu"), repetitions=6)
+    return 2 * n**3 / min(one.cpu for one in took)
 
 
 @dataclass(frozen=True)
@@ -212,7 +202,7 @@ def save_random_model(path: Path, arguments: argparse.Namespace) -> None:
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(arguments.model), dtype=dtype)
         else:
-            model = arms.random_mixtral(
+            model = random_mixtral(
                 arguments,
                 num_attention_heads=arguments.hidden_size // 64,
                 num_key_value_heads=max(1, arguments.hidden_size // 256),
@@ -248,7 +238,7 @@ def take_figures(arguments: argparse.Namespace, arm: Arm, path: Path) -> Figures
     vocabulary = made.model.config.vocab_size
     sequences = arms.random_sequences(arguments.rows, arguments.seq_length, vocabulary, seed=ranks.rank)
     batch, traffic = arms.batch_of(*sequences).to(device), CountTraffic()
-    figures = arms.steps_of(lambda: made.step([batch]), arguments.steps, device, first_within=traffic)
+    figures = arms.steps_of(lambda: made.step([batch]), arguments.steps, device, first_within=[traffic])
     if arguments.compile and compilation().graphs == 0:
         raise ExpertMeshError(f"{arm.name}: --compile compiled nothing")
     counted = arms.gathered((dict(traffic.sent), dict(traffic.calls)))
@@ -274,19 +264,14 @@ def why_aborted(rounds: Rounds, tolerance: float) -> str | None:
     return arms.disagreement(rounds, tolerance)
 
 
-def clock_of(rounds: Rounds) -> str:
-    """What variants are compared by: on a GPU seconds; on a CPU those it computed, which others on the machine change
-    less."""
-    return "cpu_seconds" if next(iter(rounds.values()))[0].more["device"] == "cpu" else "seconds"
-
-
 def peak_mb(figures: Sequence[Figures]) -> float:
     return statistics.median(one.more["peak"] / MB for one in figures)
 
 
 def print_tables(case: Case, rounds: Rounds) -> None:
     """Speed, memory and traffic of the variants of one case; on a CPU also where its time goes."""
-    by = clock_of(rounds)
+    # a CPU's seconds depend on what else the machine has to do, those that it computed less so
+    by = "cpu_seconds" if next(iter(rounds.values()))[0].more["device"] == "cpu" else "seconds"
     print(f"\ntimes: of {'tokens/s' if by == 'seconds' else 'tokens/CPU-s'}, and in parentheses of memory")
     print_rows([speed(case, name, rounds, by) for name in rounds])
     if by == "cpu_seconds":

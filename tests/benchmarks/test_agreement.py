@@ -97,7 +97,7 @@ def test_steps_are_timed_after_those_that_warm_up(monkeypatch: pytest.MonkeyPatc
         yield
         within.append(f"ended after loss {next(made) - 1}")
 
-    assert arms.steps_of(lambda: float(next(made)), 1, torch.device("cpu"), first_within=counting()).losses == [4, 6]
+    assert arms.steps_of(lambda: float(next(made)), 1, torch.device("cpu"), first_within=[counting()]).losses == [4, 6]
     assert within == ["begun", "ended after loss 4"]
 
 
