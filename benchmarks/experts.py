@@ -179,12 +179,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         variants, reasons = build_variants(MODELS[name], [choice.name, *arguments.variants], device, dtype)
         missing += [f"{name}, {reason}" for reason in reasons]
         for setting in [Setting(name, t, r) for t in arguments.tokens for r in arguments.routing]:
-            checked = check(variants, make_inputs(setting, device, dtype))
-            measured, reasons = measure(setting, variants, checked, arguments.rounds, arguments.repetitions)
+            inputs = make_inputs(setting, device, dtype)
+            checked = check(variants, inputs)
+            measured, reasons = measure(setting, inputs, variants, checked, arguments.rounds, arguments.repetitions)
             missing += [f"{setting}, {reason}" for reason in reasons]
             differing += [f"{setting}, {variant}" for variant in checked.differing]
             results += measured
-            print_table(setting, measured)
+            print_table(setting, inputs.counts_E, measured)
             print_auto(measured, choice.name)
     print()
     for line in missing:
@@ -392,15 +393,10 @@ def make_inputs(setting: Setting, device: torch.device, dtype: torch.dtype) -> I
 
 
 def measure(
-    setting: Setting, variants: Sequence[Variant], checked: "Checked", rounds: int, repetitions: int
+    setting: Setting, inputs: Inputs, variants: Sequence[Variant], checked: "Checked", rounds: int, repetitions: int
 ) -> tuple[list[Result], list[str]]:
-    """Results of every pass of every variant, and the reasons why a variant could not run in this setting.
-
-    Args:
-        checked: of the variants in this setting.
-    """
-    weight = variants[0].weights[0]
-    inputs = make_inputs(setting, weight.device, weight.dtype)
+    """Results of every pass of every variant, and the reasons why a variant could not run in this setting."""
+    device = inputs.x_TD.device
     shape = MODELS[setting.model].shape
     flops = expert_flops(inputs.rows_RD.shape[0], shape)
     runs: dict[str, tuple[Result, Callable[[], object]]] = {}
@@ -418,11 +414,11 @@ def measure(
     def turn(result: Result, run: Callable[[], object]) -> Callable[[int], list[Took[object]]]:
         def take(number: int) -> list[Took[object]]:
             if number == -2:  # the first round takes the peak
-                start = arms.begin_peak(weight.device)
+                start = arms.begin_peak(device)
                 run()
-                result.peak_mb = (arms.most_held(weight.device) - start) / MB
+                result.peak_mb = (arms.most_held(device) - start) / MB
                 return []
-            return arms.timed(run, weight.device, repetitions)
+            return arms.timed(run, device, repetitions)
 
         return take
 
@@ -523,10 +519,7 @@ def pick(results: Sequence[Result], **fields: Any) -> list[Result]:
     return [r for r in results if all(getattr(r, name) == value for name, value in fields.items())]
 
 
-def print_table(setting: Setting, results: Sequence[Result]) -> None:
-    shape = MODELS[setting.model].shape
-    experts_TK = routed_experts(setting.routing, setting.tokens, shape, torch.Generator().manual_seed(0))
-    counts_E = experts_TK.flatten().bincount(minlength=shape.num_experts)
+def print_table(setting: Setting, counts_E: Tensor, results: Sequence[Result]) -> None:
     errors = [r.error for r in results if r.error is not None]
     print(
         f"\n{setting}: the busiest expert has {counts_E.max() / counts_E.float().mean():.2f} x the mean; "

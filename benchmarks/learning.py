@@ -136,7 +136,7 @@ def differences(ours: list[float], first: list[float], window: int) -> list[floa
 
 
 def print_figures(turns: Turns, arguments: argparse.Namespace) -> None:
-    print(settings_line(arguments))
+    print(settings_line(arguments, *["the demo's task and model"] * (arguments.dataset is None)))
     found = {
         (flags, rate): [
             difference

@@ -66,7 +66,9 @@ def save_model(path: Path, family: str, seed: int, sizes: Mapping[str, Any]) -> 
 def random_mixtral(arguments: argparse.Namespace, seed: int = 0, **sizes: Any) -> Any:
     """A Mixtral in fp32 of the flags' sizes, and of others that no flag says."""
     from transformers import MixtralConfig, MixtralForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     own = dict(num_attention_heads=8, num_key_value_heads=4, num_local_experts=8)
     config = MixtralConfig(
         vocab_size=arguments.vocabulary,
