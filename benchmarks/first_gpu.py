@@ -123,21 +123,39 @@ class State:
     parts: dict[str, Ran] = field(default_factory=dict)
     calls: int = 0
 
-    def write(self, out: Path, steps: Sequence[Step]) -> list[Verdict]:
+
+@dataclass
+class Call:
+    """ends: by `time.monotonic`. out, results: directories of all that is written, and of the three files alone.
+    has_begun: whether a part has run in it."""
+
+    ends: float
+    out: Path
+    steps: Sequence[Step]
+    use_cpu: bool = False
+    results: Path | None = None
+    has_begun: bool = False
+
+    def write(self, state: State) -> list[Verdict]:
         """The page, the figures and the tar; what became of each step."""
-        verdicts = [verdict_of(step, self.parts, out) for step in steps]
-        content = asdict(self) | {
+        verdicts = [verdict_of(step, state.parts, self.out) for step in self.steps]
+        content = asdict(state) | {
             "steps": [
                 {"name": step.name, "expected": step.expected, "verdict": verdict, "found": found}
-                for step, (verdict, found) in zip(steps, verdicts, strict=True)
+                for step, (verdict, found) in zip(self.steps, verdicts, strict=True)
             ]
         }
-        with whole(out / "first_gpu.json") as partial:
+        with whole(self.out / "first_gpu.json") as partial:
             partial.write_text(json.dumps(content, indent=1))
-        with whole(out / "first_gpu.md") as partial:
-            partial.write_text(page(self, steps, verdicts))
-        with whole(out / "first_gpu.tar") as partial:
-            pack(out, partial)
+        with whole(self.out / "first_gpu.md") as partial:
+            partial.write_text(page(state, self.steps, verdicts))
+        with whole(self.out / "first_gpu.tar") as partial:
+            pack(self.out, partial)
+        if self.results is not None:
+            self.results.mkdir(parents=True, exist_ok=True)
+            for name in RESULTS:
+                with whole(self.results / name) as partial:
+                    shutil.copyfile(self.out / name, partial)
         return [verdict for verdict, _ in verdicts]
 
 
@@ -166,9 +184,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"--has: {error}")
     if arguments.gpu and not arguments.use_cpu:
         parser.error("--as needs --use-cpu: nothing is measured of that card")
-    call = Call(BEGUN + 60 * arguments.minutes, arguments.results)
     out = arguments.out.absolute()
     steps = steps_of(out, arguments.use_cpu, arguments.gpu)
+    call = Call(BEGUN + 60 * arguments.minutes, out, steps, arguments.use_cpu, arguments.results)
     numbers = arguments.steps or range(1, len(steps) + 1)
     if not {*numbers} <= {*range(1, len(steps) + 1)}:
         parser.error(f"--steps: there are the steps 1 to {len(steps)}")
@@ -179,8 +197,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     state.calls += 1
     for number, step in enumerate(steps, 1):
         if number in numbers:
-            go_on(number, step, state, out, call, arguments.use_cpu, steps)
-    verdicts = call.write(state, out, steps)
+            go_on(number, step, state, call)
+    verdicts = call.write(state)
     print(f"written: {', '.join(str((arguments.results or out) / name) for name in RESULTS)}")
     of_chosen = [verdicts[number - 1] for number in numbers]
     if "not finished" in of_chosen:
@@ -217,28 +235,9 @@ def open_state(out: Path, earlier: Path | None, machine: dict[str, str]) -> Stat
     return state
 
 
-@dataclass
-class Call:
-    """ends: by `time.monotonic`. results: a directory that also gets what is written. has_begun: whether a part has
-    run in it."""
-
-    ends: float
-    results: Path | None = None
-    has_begun: bool = False
-
-    def write(self, state: State, out: Path, steps: Sequence[Step]) -> list[Verdict]:
-        """As `State.write`."""
-        verdicts = state.write(out, steps)
-        if self.results is not None:
-            self.results.mkdir(parents=True, exist_ok=True)
-            for name in RESULTS:
-                with whole(self.results / name) as partial:
-                    shutil.copyfile(out / name, partial)
-        return verdicts
-
-
-def go_on(number: int, step: Step, state: State, out: Path, call: Call, use_cpu: bool, steps: Sequence[Step]) -> None:
+def go_on(number: int, step: Step, state: State, call: Call) -> None:
     """Run those parts of a step that are not over, as far as the call's time goes."""
+    out = call.out
     for part in step.parts:
         ran = state.parts.setdefault(part.name, Ran())
         left = seconds_until(call.ends) - GRACE
@@ -256,13 +255,13 @@ def go_on(number: int, step: Step, state: State, out: Path, call: Call, use_cpu:
         begun = time.monotonic()
         with (out / f"{part.name}.log").open("a") as log:
             print("$", *part.command, file=log, flush=True)
-            ran.code = in_time(part.command, log, environment(out, part, use_cpu), CHECKOUT, min(own, left))
+            ran.code = in_time(part.command, log, environment(out, part, call.use_cpu), CHECKOUT, min(own, left))
         seconds = time.monotonic() - begun
         ran.seconds += seconds
         ran.stopped = ran.code is None and (own <= left or (has_all and not part.keeps_tests))
         became = "goes on in the next call" if not ran.is_over else "stopped at its limit" if ran.stopped else "ended"
         print(f"   {became} after {seconds:.0f} s", flush=True)
-        call.write(state, out, steps)
+        call.write(state)
     verdict, found = verdict_of(step, state.parts, out)
     print(f"{number}. {step.title}: {verdict}: {found}", flush=True)
 

@@ -171,7 +171,7 @@ def call(step: Step, state: State, out: Path, seconds: float, monkeypatch: pytes
     """A call of so many seconds; what became of the step."""
     monkeypatch.setattr(first_gpu, "GRACE", 0.0)
     monkeypatch.setattr(first_gpu, "LEAST_SECONDS", 0.5)
-    go_on(1, step, state, out, Call(time.monotonic() + seconds), True, [step])
+    go_on(1, step, state, Call(time.monotonic() + seconds, out, [step], use_cpu=True))
     return first_gpu.verdict_of(step, state.parts, out)[0]
 
 
@@ -260,7 +260,7 @@ def test_what_the_preflight_found_missing_is_not_tried(tmp_path: Path, monkeypat
 
 
 def test_results_of_another_machine_are_not_gone_on_with(tmp_path: Path) -> None:
-    State(MACHINE).write(tmp_path, [])
+    Call(0.0, tmp_path, []).write(State(MACHINE))
     assert open_state(tmp_path, None, MACHINE).machine == MACHINE
     with pytest.raises(ValueError, match="another run \\(commit abc, now def\\); give another --out"):
         open_state(tmp_path, None, MACHINE | {"commit": "def"})
@@ -272,7 +272,7 @@ def test_results_of_another_machine_are_not_gone_on_with(tmp_path: Path) -> None
 
 
 def test_the_next_call_may_have_another_driver(tmp_path: Path) -> None:
-    State(MACHINE | {"driver": "580.1"}).write(tmp_path, [])
+    Call(0.0, tmp_path, []).write(State(MACHINE | {"driver": "580.1"}))
     assert open_state(tmp_path, None, MACHINE | {"driver": "580.2", "date": "tomorrow"}).machine["driver"] == "580.1"
     with pytest.raises(ValueError, match="device a card, now another"):
         open_state(tmp_path, None, MACHINE | {"driver": "580.1", "device": "another"})
