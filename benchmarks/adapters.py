@@ -7,20 +7,17 @@
     peft          PEFT's LoraConfig(target_modules=..., target_parameters=...) on transformers' own model; on several
                   ranks on its expert parallelism, DistributedConfig(ep_size=...)
 
-Steps of the same random Mixtral and batch, each variant in fresh processes, in turn, round after round; a variant's
-error is shown if it fails. Tokens a CPU-second are summed over ranks; resident is the peak of a rank's memory above
-what it held before its model was made; sent is what a rank sends in its first step. Tensors is the peak of what
-storages held at once, counted in a step after those that are timed. Of it, weights are those that are not trained;
-trained is what is, with gradients and optimizer state; activations are what autograd keeps for backward, with fp32
-logits. over: tensors beyond the weights, over trained and activations together.
+Steps of the same random Mixtral and batch; a variant's error is shown if it fails. Tokens a CPU-second are summed over
+ranks; resident is the peak of a rank's memory above what it held before its model was made; sent is what a rank sends
+in its first step. Tensors is the peak of what storages held at once, counted in a step after those that are timed. Of
+it, weights are those that are not trained; trained is what is, with gradients and optimizer state; activations are what
+autograd keeps for backward, with fp32 logits. over: tensors beyond the weights, over trained and activations together.
 """
 
 import argparse
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +27,11 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks import arms
-from benchmarks.arms import MB, Arm, Figures, Made, Rounds, ratio
+from benchmarks.arms import MB, Arm, Benchmark, Figures, Made, Rounds, ratio
+from benchmarks.commands import command, parser_of, print_rows, settings_line
+from benchmarks.small_models import random_mixtral
 from benchmarks.traffic import CountTraffic
 from expertmesh.checkpoints.hf.source import open_source
-from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.sharding.runtime.process import settle_malloc, start_process_group
 from expertmesh.sharding.state import local_tensor
 
@@ -42,29 +40,21 @@ LEARNING_RATE = 1e-4
 ALPHA = 32.0
 
 
-@ends_with_reader
+@command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--ep-size", type=int, default=1)
+    sizes = dict(hidden_size=512, intermediate_size=1792, layers=4, vocabulary=8192, experts=8, seq_length=512)
+    parser = parser_of(__doc__, ranks=1, ep_size=1, steps=3, rounds=3, json=None, **sizes)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--experts", type=int, default=8)
-    parser.add_argument("--seq-length", type=int, default=512)
     parser.add_argument("--rank", type=int, default=16, help="of the adapters")
-    parser.add_argument("--steps", type=int, default=3, help="that count, after one that does not")
-    arms.add_step_flags(parser, rounds=3, width=512, experts=1792, layers=4, vocabulary=8192)
-    arguments = parser.parse_args(argv)
-    return arms.command(
-        "benchmarks.adapters",
-        arguments,
-        argv,
-        [arm_of(name, arguments) for name in arguments.variants],
-        lambda path: arms.random_mixtral(
-            arguments, num_key_value_heads=2, num_local_experts=arguments.experts
-        ).save_pretrained(path),
-        partial(measure, arguments),
-        partial(report, arguments),
-    )
+    return Benchmark("benchmarks.adapters", arms_of, save_model, measure, report).main(parser.parse_args(argv), argv)
+
+
+def arms_of(arguments: argparse.Namespace) -> list[Arm]:
+    return [arm_of(name, arguments) for name in arguments.variants]
+
+
+def save_model(arguments: argparse.Namespace, path: Path) -> None:
+    random_mixtral(arguments, num_key_value_heads=2, num_local_experts=arguments.experts).save_pretrained(path)
 
 
 def arm_of(name: str, arguments: argparse.Namespace) -> Arm:
@@ -118,7 +108,7 @@ def measure(arguments: argparse.Namespace, arm: Arm, path: Path) -> Figures:
     start = arms.begin_peak(ranks.device)
     made = arm.made(path)
     kept, traffic = _Kept(made.model), CountTraffic()
-    figures = arms.steps_of(lambda: made.step(batches), arguments.steps, ranks.device, first_within=both(traffic, kept))
+    figures = arms.steps_of(lambda: made.step(batches), arguments.steps, ranks.device, first_within=(traffic, kept))
     resident = arms.most_held(ranks.device) - start
     tensors = arms.peak_of(made, lambda: made.step(batches))
     logits = 4 * arguments.seq_length * arguments.vocabulary
@@ -133,12 +123,6 @@ def measure(arguments: argparse.Namespace, arm: Arm, path: Path) -> Figures:
         "reduced": traffic.sent["reduce-scatter"] + traffic.sent["all-reduce"],
     }
     return figures
-
-
-@contextmanager
-def both(*counting: AbstractContextManager[object]) -> Iterator[None]:
-    with counting[0], counting[1]:
-        yield
 
 
 class _Kept(saved_tensors_hooks):
@@ -168,12 +152,7 @@ def _bytes(model: Any, trained: bool) -> int:
 
 def report(arguments: argparse.Namespace, rounds: Rounds) -> None:
     """Medians over rounds."""
-    print(
-        f"{arms.machine()}; {arguments.ranks} ranks, ep {arguments.ep_size}; fp32; {arguments.layers} layers, hidden "
-        f"{arguments.hidden_size}, expert width {arguments.intermediate_size}, {arguments.experts} experts, top-2; "
-        f"rank {arguments.rank}; {arguments.seq_length} tokens per rank; {arguments.rounds} rounds of "
-        f"{arguments.steps} steps, median"
-    )
+    print(settings_line(arguments, "fp32", "medians"))
     tokens = arguments.ranks * arguments.seq_length * arguments.steps
     rates = {name: [tokens / sum(one.cpu_seconds) for one in figures] for name, figures in rounds.items()}
     rows = []
@@ -192,7 +171,7 @@ def report(arguments: argparse.Namespace, rounds: Rounds) -> None:
                 **{f"x {other}": f"{ratio(mine, rates[other]):.2f}" for other in ("full", "peft") if other in rates},
             }
         )
-    arms.print_rows(rows)
+    print_rows(rows)
 
 
 if __name__ == "__main__":

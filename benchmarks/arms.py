@@ -3,10 +3,9 @@
 Arms take turns, round after round, so that other load on the machine affects all of them; a ratio between two is the
 median over rounds of the ratio within a round. Their losses must agree, or a benchmark aborts.
 
-    command(...)    arms that each train on ranks of their own, in every round anew
+    Benchmark       a command whose arms each train on ranks of their own, in every round anew
     take_turns      the loop, over whatever makes a turn
     timed           what a turn takes
-    print_rows      the table
 """
 
 import argparse
@@ -22,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -33,14 +32,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import expertmesh
-from expertmesh.moe.util.atomic_write import whole
+from benchmarks import runs
+from benchmarks.commands import write_json
 from expertmesh.sharding.runtime.process import end_process_group
 from expertmesh.training.data.batch import Batch, collate
 from expertmesh.training.data.samples import Sample
 from expertmesh.training.data.sequences import DataOrder
 from expertmesh.training.engine.engine import Engine
-from expertmesh.training.environment import cpu_model
-from expertmesh.training.planning.columns import Column, open_console, print_table
 from expertmesh.training.planning.rehearsal.live_memory import LiveTensors
 
 MB = 10**6
@@ -261,7 +259,7 @@ def steps_of(
     steps: int,
     device: torch.device,
     warm_up: int = 1,
-    first_within: AbstractContextManager[object] | None = None,
+    first_within: Sequence[AbstractContextManager[object]] = (),
 ) -> Figures:
     """Of so many timed steps after others that are not.
 
@@ -269,8 +267,10 @@ def steps_of(
         first_within: what counts the very first one, which is then not timed.
     """
     losses = []
-    if first_within is not None:
-        with first_within:
+    if first_within:
+        with ExitStack() as counting:
+            for each in first_within:
+                counting.enter_context(each)
             losses.append(step())
         warm_up -= 1
     took = [one for _ in range(warm_up + steps) for one in timed(step, device)]
@@ -329,34 +329,13 @@ def begin_peak(device: torch.device) -> int:
 def peak_of(made: Made, run: Callable[[], object]) -> int:
     """Most bytes of tensors at once while something runs, with parameters and optimizer state."""
     state = [value for of_one in made.optimizer.state.values() for value in of_one.values()]
-    with LiveTensors(
-        [each for each in [*made.model.parameters(), *made.model.buffers(), *state] if _is_here(each)]
-    ) as live:
+    tensors = [each for each in (*made.model.parameters(), *made.model.buffers(), *state) if isinstance(each, Tensor)]
+    with LiveTensors([each for each in tensors if not each.is_meta]) as live:
         run()
     return live.peak
 
 
-def _is_here(value: object) -> bool:
-    return isinstance(value, Tensor) and not value.is_meta
-
-
 # ---- models and data ----
-
-
-def random_mixtral(arguments: argparse.Namespace, seed: int = 0, **sizes: Any) -> Any:
-    """A Mixtral in fp32 of the flags' sizes, and of others that no flag says."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    own = dict(num_attention_heads=8, num_key_value_heads=4, num_local_experts=8)
-    config = MixtralConfig(
-        vocab_size=arguments.vocabulary,
-        hidden_size=arguments.hidden_size,
-        intermediate_size=arguments.intermediate_size,
-        num_hidden_layers=arguments.layers,
-        **(own | sizes),
-    )
-    torch.manual_seed(seed)
-    return MixtralForCausalLM(config)
 
 
 def random_sequences(number: int, length: int, vocabulary: int, seed: int = 0) -> list[list[int]]:
@@ -393,55 +372,45 @@ def activations_of(made: Made, sequences: Sequence[list[int]], micro_batch: int)
 
 # ---- commands ----
 
-
-def add_step_flags(
-    parser: argparse.ArgumentParser, rounds: int, width: int, experts: int, layers: int, vocabulary: int
-) -> None:
-    """Those of commands that time steps of a random model, with what they are by default.
-
-    Args:
-        width: of the model. experts: width of an expert.
-    """
-    parser.add_argument("--hidden-size", type=int, default=width)
-    parser.add_argument("--intermediate-size", type=int, default=experts, help="of an expert")
-    parser.add_argument("--layers", type=int, default=layers)
-    parser.add_argument("--vocabulary", type=int, default=vocabulary)
-    parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--json", type=Path, help="also write all figures here")
-    # a directory, and an arm
-    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
-
-
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 LEFT = "figures.json"
 """What the main rank leaves in its directory."""
+TIMEOUT = 3000
+"""Seconds that an arm may take in a round."""
+WORKER = "BENCHMARK_WORKER"
+"""Environment variable of a process that is a rank of an arm: its directory and the arm, in JSON."""
+Start = Callable[[str, Sequence[str], int, Path, str], Any]
+"""As `on_ranks`."""
 
 
-def on_ranks(
-    module: str,
-    argv: Sequence[str],
-    ranks: int,
-    directory: Path,
-    arm: str = "",
-    timeout: float = 3000,
-    variables: Mapping[str, str] | None = None,
-) -> Any:
-    """What a command's ranks leave, which have its own flags and --worker.
+def on_ranks(module: str, argv: Sequence[str], ranks: int, directory: Path, arm: str, **variables: str) -> Any:
+    """What the ranks of a command leave, which have its own flags.
 
     Raises:
         ArmFailed: they ended with an error, or took too long.
     """
-    command = [*TORCHRUN, "--standalone", "--nproc-per-node", str(ranks), "-m", module, *argv]
-    command += ["--worker", str(directory), arm]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, **(variables or {})}
+    words = runs.words_of(ranks, argv, ("--standalone",), "-m", module)
+    environment = runs.environment(**as_worker(directory, arm), **variables)
     try:
-        done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=timeout)
+        done = subprocess.run(words, env=environment, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
-        raise ArmFailed(f"took more than {timeout:g} s") from None
+        raise ArmFailed(f"took more than {TIMEOUT} s") from None
     if done.returncode != 0:
         raised = re.findall(r"^(?:\[rank\d+\]: ?)?([\w.]+Error: .*)$", done.stderr, re.MULTILINE)
         raise ArmFailed(raised[0] if raised else f"exit code {done.returncode}: {done.stderr[-4000:]}")
     return left_in(directory)
+
+
+def as_worker(directory: Path, arm: str) -> dict[str, str]:
+    return {WORKER: json.dumps([str(directory), arm])}
+
+
+def worker() -> tuple[Path, str] | None:
+    """The directory and the arm of which this process is a rank, if it is one."""
+    said = os.environ.get(WORKER)
+    if said is None:
+        return None
+    directory, arm = json.loads(said)
+    return Path(directory), arm
 
 
 def left_in(directory: Path) -> Any:
@@ -457,101 +426,71 @@ def as_rank(directory: Path, figures: object) -> int:
     return 0
 
 
-Start = Callable[[str, Sequence[str], int, Path, str], Any]
-"""As `on_ranks`."""
+@dataclass(frozen=True)
+class Benchmark:
+    """A command whose arms take turns, each on ranks of its own, which load the model anew.
 
-
-def in_turn(
-    module: str,
-    argv: Sequence[str],
-    arms: Sequence[Arm],
-    rounds: int,
-    save_model: Callable[[Path], object],
-    start: Start = on_ranks,
-    may_fail: bool = False,
-) -> Taken[str, Figures]:
-    """What a command's arms take, each on ranks of its own in every round.
-
-    Args:
+    Attributes:
+        module: of the command.
+        arms: of the flags, among which are rounds and json.
         save_model: puts the model that all arms load into a directory.
-
-    Raises:
-        ArmFailed: one has failed, unless it may.
-    """
-    with tempfile.TemporaryDirectory() as name:
-        save_model(Path(name) / "model")
-
-        def turn(arm: Arm) -> Callable[[int], Figures]:
-            return lambda number: Figures(**start(module, argv, arm.ranks, Path(name), arm.name))
-
-        return take_turns({arm.name: turn(arm) for arm in arms}, rounds, may_fail=ArmFailed if may_fail else ())
-
-
-def command(
-    module: str,
-    arguments: argparse.Namespace,
-    argv: Sequence[str] | None,
-    arms: Sequence[Arm],
-    save_model: Callable[[Path], object],
-    measure: Callable[[Arm, Path], Figures],
-    report: Callable[[Rounds], None],
-    tolerance: float | None = None,
-    start: Start = on_ranks,
-) -> int:
-    """A command's main: its arms take turns, each on ranks of its own, which load the model anew.
-
-    Args:
-        arguments: with rounds, json and worker. argv: of which they were parsed.
-        save_model, start: see `in_turn`.
         measure: a turn, on each rank; is given the model's directory.
         report: prints.
-        tolerance: to which losses must agree; None: arms compute different ones, and one that fails is left out.
-
-    Returns:
-        The exit code: 1 where losses differ, or no arm gave figures.
+        fault: why no figure means anything, if so.
+        start: has the ranks of an arm run.
     """
-    if arguments.worker is not None:
-        return work(arguments, arms, measure)
-    given = sys.argv[1:] if argv is None else argv
-    taken = in_turn(module, given, arms, arguments.rounds, save_model, start, may_fail=tolerance is None)
-    write_json(arguments.json, {arm: [asdict(one) for one in rounds] for arm, rounds in taken.found.items()})
-    if tolerance is not None and (said := disagreement(taken.found, tolerance)):
-        print(f"aborted: {said}", file=sys.stderr)
-        return 1
-    for name, why in taken.failed.items():
-        print(f"{name} failed: {why}")
-    if not taken.found:
-        return 1
-    report(taken.found)
-    return 0
+
+    module: str
+    arms: Callable[[argparse.Namespace], Sequence[Arm]]
+    save_model: Callable[[argparse.Namespace, Path], object]
+    measure: Callable[[argparse.Namespace, Arm, Path], Figures]
+    report: Callable[[argparse.Namespace, Rounds], object]
+    fault: Callable[[argparse.Namespace, Rounds], str | None] = lambda arguments, rounds: None
+    start: Start = on_ranks
+
+    def main(self, arguments: argparse.Namespace, argv: Sequence[str] | None) -> int:
+        """What a rank of an arm does, or the command.
+
+        Args:
+            argv: of which the arguments were parsed.
+
+        Returns:
+            The exit code: 1 where losses differ, or an arm gave no figures.
+        """
+        if (rank := worker()) is not None:
+            directory, name = rank
+            (arm,) = (arm for arm in self.arms(arguments) if arm.name == name)
+            return as_rank(directory, asdict(self.measure(arguments, arm, directory / "model")))
+        found = self.compare(arguments, sys.argv[1:] if argv is None else argv)
+        write_json(arguments.json, found)
+        return code_of(found)
+
+    def compare(self, arguments: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
+        """Have the arms take turns, and print what they took; for --json."""
+        with tempfile.TemporaryDirectory() as name:
+            directory = Path(name)
+            self.save_model(arguments, directory / "model")
+
+            def turn(arm: Arm) -> Callable[[int], Figures]:
+                return lambda number: Figures(**self.start(self.module, argv, arm.ranks, directory, arm.name))
+
+            turns = {arm.name: turn(arm) for arm in self.arms(arguments)}
+            taken = take_turns(turns, arguments.rounds, may_fail=ArmFailed)
+        for arm, why in taken.failed.items():
+            print(f"{arm} gave no figures: {why}", flush=True)
+        aborted = self.fault(arguments, taken.found) if taken.found else "no variant finished"
+        if aborted is None:
+            self.report(arguments, taken.found)
+        else:
+            print(f"aborted: {aborted}", file=sys.stderr, flush=True)
+        results = {arm: [asdict(one) for one in rounds] for arm, rounds in taken.found.items()}
+        return {"setting": vars(arguments), "aborted": aborted, "failed": taken.failed, "results": results}
 
 
-def work(arguments: argparse.Namespace, arms: Sequence[Arm], measure: Callable[[Arm, Path], Figures]) -> int:
-    """What a rank of an arm does."""
-    directory, name = arguments.worker
-    (arm,) = (arm for arm in arms if arm.name == name)
-    return as_rank(Path(directory), asdict(measure(arm, Path(directory) / "model")))
+def agree_to(tolerance: float) -> Callable[[argparse.Namespace, Rounds], str | None]:
+    """A `fault` of arms whose losses must agree."""
+    return lambda arguments, rounds: disagreement(rounds, tolerance)
 
 
-# ---- what is shown ----
-
-
-def machine() -> str:
-    return f"{cpu_model()}, {os.cpu_count()} cores, torch {torch.__version__}"
-
-
-def print_rows(rows: Sequence[Mapping[str, object]], text: Sequence[str] = ()) -> None:
-    """A table of rows that all have the same columns. The first of these, and those named in `text`, are of words."""
-    if not rows:
-        return
-    first = next(iter(rows[0]))
-    cells = {name: [str(row[name]) for row in rows] for name in rows[0]}
-    columns = [Column(name, of_column, is_text=name == first or name in text) for name, of_column in cells.items()]
-    print_table(open_console(), columns)
-
-
-def write_json(file: Path | None, figures: object) -> None:
-    """Where a file is given."""
-    if file is not None:
-        with whole(file) as partial:
-            partial.write_text(json.dumps(figures, indent=1))
+def code_of(found: Mapping[str, Any]) -> int:
+    return int(bool(found["aborted"] or found["failed"]))

@@ -7,7 +7,6 @@ do. Prints medians of what each takes, and of the ratio to `cp -r` of the same r
 before the first byte. Every file is in the page cache.
 """
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -21,22 +20,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.arms import MB, print_rows, ratio, take_turns, write_json
-from expertmesh.moe.util.terminal import ends_with_reader
+from benchmarks.arms import MB, ratio, take_turns
+from benchmarks.commands import command, parser_of, print_rows, settings_line, write_json
 
 SETTLE_SECONDS = 5
 COPY, START = "cp -r", "start"
 
 
-@ends_with_reader
+@command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, layers=48, experts=128, rounds=3, json=None)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--directory", type=Path, default=None, help="on the disk to be measured")
-    parser.add_argument("--json", type=Path, default=None, help="also write the figures here")
-    parser.add_argument("--layers", type=int, default=48)
-    parser.add_argument("--experts", type=int, default=128, help="of each layer")
+    parser.add_argument("--directory", type=Path, help="on the disk to be measured")
     parser.add_argument("--wider", type=int, default=1, help="times as wide, in both directions")
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
@@ -44,12 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # in a process of its own: a child's peak memory, as the kernel counts it, begins with its parent's
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             what = pool.apply(make_many, (directory, arguments.layers, arguments.experts, arguments.wider))
-        print(
-            f"{what}; {arguments.workers} workers, {os.cpu_count()} cores; {arguments.rounds} rounds, variants "
-            "interleaved, medians"
-        )
+        print(settings_line(arguments, what, "medians"))
         figures = measure(commands_of(directory, arguments.workers), arguments.rounds)
-    print_table(figures)
+    print_figures(figures)
     write_json(arguments.json, figures)
     return 0
 
@@ -129,7 +121,7 @@ def size_of(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
-def print_table(figures: Mapping[str, dict[str, Any]]) -> None:
+def print_figures(figures: Mapping[str, dict[str, Any]]) -> None:
     started = figures[START]["seconds"]
     rows = []
     for name, f in figures.items():
@@ -160,41 +152,27 @@ def make_many(directory: Path, layers: int, experts: int, wider: int) -> str:
     """A model, its training checkpoint and an adapter; what they are, in words. In bf16, the tensors as they are
     published: attention's beside those of each expert."""
     import torch
+    from safetensors import safe_open
     from safetensors.torch import save_file
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     import expertmesh
 
-    hidden, width, head = HIDDEN * wider, WIDTH * wider, HEAD * wider
-    config = {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "bfloat16",
-        "hidden_size": hidden, "moe_intermediate_size": width, "intermediate_size": 3 * hidden, "head_dim": head,
-        "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "num_hidden_layers": layers,
-        "num_experts": experts, "num_experts_per_tok": min(8, experts), "norm_topk_prob": True, "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False, "vocab_size": VOCABULARY, "decoder_sparse_step": 1, "mlp_only_layers": [],
-        "max_position_embeddings": 4096, "rope_theta": 1e6, "hidden_act": "silu", "eos_token_id": 2,
-    }  # fmt: skip
-    up, down = (width, hidden), (hidden, width)
-    of_expert = {"gate_proj": up, "up_proj": up, "down_proj": down}
-    of_layer = {
-        "self_attn.q_proj": (HEADS * head, hidden), "self_attn.k_proj": (KV_HEADS * head, hidden),
-        "self_attn.v_proj": (KV_HEADS * head, hidden), "self_attn.o_proj": (hidden, HEADS * head),
-        "self_attn.q_norm": (head,), "self_attn.k_norm": (head,), "mlp.gate": (experts, hidden),
-        "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
-        **{f"mlp.experts.{n}.{name}": shape for n in range(experts) for name, shape in of_expert.items()},
-    }  # fmt: skip
-    shapes = {"model.embed_tokens": (VOCABULARY, hidden), "lm_head": (VOCABULARY, hidden), "model.norm": (hidden,)}
-    shapes |= {f"model.layers.{n}.{name}": shape for n in range(layers) for name, shape in of_layer.items()}
     model, adapter, run = (directory / name for name in ("model", "adapter", "run"))
-    for path in (model, adapter, run):
+    for path in (adapter, run):
         path.mkdir()
-    (model / "config.json").write_text(json.dumps(config))
-    tensors = {f"{name}.weight": (0.02 * torch.randn(shape)).bfloat16() for name, shape in shapes.items()}
-    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    sizes: dict[str, Any] = dict(hidden_size=HIDDEN * wider, moe_intermediate_size=WIDTH * wider, head_dim=HEAD * wider)
+    sizes |= dict(num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, vocab_size=VOCABULARY)
+    sizes |= dict(num_hidden_layers=layers, num_experts=experts, num_experts_per_tok=min(8, experts))
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)).bfloat16().save_pretrained(model)
     pairs = {}
-    for name, shape in shapes.items():
-        if ".experts." in name:
-            pairs[f"base_model.model.{name}.lora_A.weight"] = torch.randn(RANK, shape[1])
-            pairs[f"base_model.model.{name}.lora_B.weight"] = torch.randn(shape[0], RANK)
+    with safe_open(model / "model.safetensors", "pt") as tensors:
+        matrices = [name for name in tensors.keys() if ".experts." in name]  # noqa: SIM118, it is no mapping
+        for name in matrices:
+            rows, columns = tensors.get_slice(name).get_shape()
+            of = f"base_model.model.{name.removesuffix('.weight')}"
+            pairs[f"{of}.lora_A.weight"] = torch.randn(RANK, columns)
+            pairs[f"{of}.lora_B.weight"] = torch.randn(rows, RANK)
     save_file(pairs, adapter / "adapter_model.safetensors", {"format": "pt"})
     fused = "experts.gate_up_proj"
     said = {"peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK, "target_modules": []}
@@ -209,11 +187,11 @@ def make_many(directory: Path, layers: int, experts: int, wider: int) -> str:
     assert engine.saver is not None
     engine.saver.save(engine.model, engine.optimizer, engine.progress({}, {}), copies=False)
     assert engine.saver.wait() is None
-    sizes = ", ".join(
+    of_each = ", ".join(
         f"{name} {size_of(path) / MB:,.0f} MB"
         for name, path in (("model", model), ("checkpoint", run), ("adapter", adapter))
     )
-    return f"{layers} layers of {experts} experts, width {hidden}: {sizes}"
+    return f"{layers} layers of {experts} experts, width {HIDDEN * wider}: {of_each}"
 
 
 if __name__ == "__main__":

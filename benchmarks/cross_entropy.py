@@ -1,10 +1,9 @@
 """Memory and time of the loss from chunked logits against unchunked ones: `python -m benchmarks.cross_entropy`.
 
 Computes loss, gradient of the last hidden states and gradient of the head's weight, as one training step does, with
-each kind of `--cross-entropy`. Every run is a process of its own, the kinds interleaved in rounds. Peak: what the
-process holds at most above its inputs, by the kernel's high-water mark of resident memory on a CPU (VmHWM) and by
-torch's allocator on a GPU. Seconds: the fastest of the repetitions in a process. Prints the medians over the rounds,
-and the ratios to `full` in the same round.
+each kind of `--cross-entropy`. Peak: what the process holds at most above its inputs, by the kernel's high-water mark
+of resident memory on a CPU (VmHWM) and by torch's allocator on a GPU. Seconds: the fastest of the repetitions in a
+process.
 """
 
 import argparse
@@ -17,37 +16,30 @@ from pathlib import Path
 import torch
 
 from benchmarks import arms
-from benchmarks.arms import MB, Arm, Figures, Rounds, ratio
-from expertmesh.moe.util.terminal import ends_with_reader
+from benchmarks.arms import MB, Arm, Benchmark, Figures, Rounds, ratio
+from benchmarks.commands import command, parser_of, print_rows, settings_line
 from expertmesh.training.data.batch import IGNORED
-from expertmesh.training.loss.head import CHUNK_BYTES, LOSS_SUMS, Targets, chunks_of
+from expertmesh.training.loss.head import LOSS_SUMS, Targets
 
 
-@ends_with_reader
+@command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, hidden_size=512, vocabulary=32000, repetitions=3, rounds=3, json=None)
     parser.add_argument("--tokens", type=int, default=4096, help="positions in the batch of one rank")
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--share", type=float, default=1.0, help="of the positions, those with a target")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, default=None, help="also write the figures here")
-    parser.add_argument("--worker", nargs=2, default=None, help=argparse.SUPPRESS)
-    arguments = parser.parse_args(argv)
-    return arms.command(
-        "benchmarks.cross_entropy",
-        arguments,
-        argv,
-        [Arm(kind) for kind in LOSS_SUMS],
-        lambda path: None,
-        partial(measure, arguments),
-        partial(report, arguments),
-        tolerance=1e-4,
-        start=partial(arms.on_ranks, variables={"OMP_NUM_THREADS": str(torch.get_num_threads())}),
-    )
+    start = partial(arms.on_ranks, OMP_NUM_THREADS=str(torch.get_num_threads()))
+    benchmark = Benchmark("benchmarks.cross_entropy", kinds, no_model, measure, report, arms.agree_to(1e-4), start)
+    return benchmark.main(parser.parse_args(argv), argv)
+
+
+def kinds(arguments: argparse.Namespace) -> list[Arm]:
+    return [Arm(kind) for kind in LOSS_SUMS]
+
+
+def no_model(arguments: argparse.Namespace, path: Path) -> None:
+    """There is a loss alone."""
 
 
 def measure(arguments: argparse.Namespace, arm: Arm, path: Path) -> Figures:
@@ -57,8 +49,8 @@ def measure(arguments: argparse.Namespace, arm: Arm, path: Path) -> Figures:
     warm = torch.ones(64, 64, device=device, dtype=dtype)
     (warm @ warm).sum().item()
     torch.manual_seed(0)
-    x_BSD = torch.randn(1, arguments.tokens, arguments.width, device=device, dtype=dtype).requires_grad_()
-    weight_VD = torch.randn(arguments.vocabulary, arguments.width, device=device, dtype=dtype) * 0.02
+    x_BSD = torch.randn(1, arguments.tokens, arguments.hidden_size, device=device, dtype=dtype).requires_grad_()
+    weight_VD = torch.randn(arguments.vocabulary, arguments.hidden_size, device=device, dtype=dtype) * 0.02
     weight_VD.requires_grad_()
     targets_BS = torch.randint(0, arguments.vocabulary, (1, arguments.tokens))
     num_targets = round(arguments.tokens * arguments.share)
@@ -79,16 +71,10 @@ def measure(arguments: argparse.Namespace, arm: Arm, path: Path) -> Figures:
 
 
 def report(arguments: argparse.Namespace, rounds: Rounds) -> None:
-    device = torch.cuda.get_device_name() if arguments.device == "cuda" else f"{torch.get_num_threads()} threads"
-    print(
-        f"{arms.machine()}; {arguments.tokens} tokens, {arguments.share:.0%} of them trained, width {arguments.width}, "
-        f"vocabulary {arguments.vocabulary}, {arguments.dtype}, {arguments.device} ({device}); {arguments.rounds} "
-        f"rounds of fresh processes with {arguments.repetitions} repetitions each, medians"
-    )
-    print_chunks(arguments)
+    print(settings_line(arguments, "fresh processes, medians", device=arguments.device))
     seconds = {kind: [one.seconds[0] for one in figures] for kind, figures in rounds.items()}
     peaks = {kind: [one.more["peak"] / MB for one in figures] for kind, figures in rounds.items()}
-    arms.print_rows(
+    print_rows(
         [
             {
                 "": kind,
@@ -102,19 +88,6 @@ def report(arguments: argparse.Namespace, rounds: Rounds) -> None:
             for kind, figures in rounds.items()
         ]
     )
-
-
-def print_chunks(arguments: argparse.Namespace) -> None:
-    """Chunks, and the bytes of the weight and its gradient that they read and write, by formula: each reads the weight
-    for the logits and for the rows' gradient, and adds to the weight's in fp32 (a single one, or the first, is
-    written at once)."""
-    rows, vocabulary, width = round(arguments.tokens * arguments.share), arguments.vocabulary, arguments.width
-    size, elements = getattr(torch, arguments.dtype).itemsize, vocabulary * width
-    ours = chunks_of(rows, vocabulary, CHUNK_BYTES[arguments.device])
-    # a product in half precision is written, read again and added
-    adding = 2 * 4 + (2 * size if size < 4 else 0)
-    own = elements * (ours * 2 * size + (ours * adding if ours > 1 or size == 4 else size))
-    print(f"by formula: chunked {ours} chunks, {own / 1e9:.1f} GB of weight and gradient")
 
 
 if __name__ == "__main__":

@@ -7,31 +7,37 @@ with `torchrun --nproc-per-node 4 train_ep.py --ep-size 4`; reloads the export w
 the share of held-out tasks answered exactly, before and after.
 """
 
-import argparse
-import json
 import random
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from benchmarks.commands import command, parser_of, print_rows, read_lines, write_lines
 from benchmarks.runs import ROOT, environment, words_of
-from expertmesh.moe.util.terminal import ends_with_reader
+from benchmarks.small_models import save_model
+from expertmesh.moe.util.errors import ExpertMeshError
 
 TRAIN_ROWS = 40_000
 HELD_OUT_ROWS = 100  # a task
+SIZES: dict[str, Any] = {
+    "hidden_size": 96,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.05,  # the default, 0.02, is for wider models
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+}
 LETTERS = "abcdefghijklmnop"
 SOUND = 0.85
 """Share of every task's held-out rows that a sound run answers exactly; with less, the demo fails."""
-
-
-def _letters(rng: random.Random) -> str:
-    return "".join(rng.choice(LETTERS) for _ in range(rng.randint(3, 5)))
 
 
 def _sum(rng: random.Random) -> tuple[str, str]:
@@ -42,7 +48,7 @@ def _sum(rng: random.Random) -> tuple[str, str]:
 
 def _on_letters(name: str, answer: Callable[[str], str]) -> Callable[[random.Random], tuple[str, str]]:
     def make(rng: random.Random) -> tuple[str, str]:
-        word = _letters(rng)
+        word = "".join(rng.choice(LETTERS) for _ in range(rng.randint(3, 5)))
         return f"{name} {word}", answer(word)
 
     return make
@@ -57,19 +63,17 @@ TASKS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
 }
 
 
-@ends_with_reader
+@command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, seed=0)
     parser.add_argument("--output-dir", type=Path, default=Path("demo-run"), help="an earlier demo in it is replaced")
     parser.add_argument("--max-steps", type=int, default=None, help="other than in configs/tiny.yaml")
-    parser.add_argument("--seed", type=int, default=0, help="of the data, the model and the order of training")
     arguments = parser.parse_args(argv)
     begin = time.perf_counter()
     out: Path = arguments.output_dir
     marker = out / "made-by-the-demo"
     if out.exists() and any(out.iterdir()) and not marker.exists():
-        print(f"demo: error: --output-dir {out}: contains other files; choose another", file=sys.stderr)
-        return 2
+        raise ExpertMeshError(f"--output-dir {out}: contains other files; choose another")
     shutil.rmtree(out, ignore_errors=True)
     model, data, run = out / "model", out / "train.jsonl", out / "run"
     out.mkdir(parents=True)
@@ -94,7 +98,7 @@ def make_inputs(model: Path, data: Path, seed: int = 0, num_rows: int = TRAIN_RO
     """Write the training rows, and a random model with a tokenizer made for them; the rows held out, by task."""
     held_out = write_tasks(data, seed, num_rows)
     save_tokenizer(model, data)
-    save_random_model(model, seed)
+    save_model(model, "mixtral", seed, SIZES)
     return held_out
 
 
@@ -110,13 +114,12 @@ def write_tasks(file: Path, seed: int, num_rows: int = TRAIN_ROWS) -> dict[str, 
         held_out[name] = list(distinct.items())
     drawn = [*TASKS, "sum"]  # twice as often: it is the hardest
     forbidden = {prompt for rows in held_out.values() for prompt, _ in rows}
-    with open(file, "w", encoding="utf-8") as lines:
-        written = 0
-        while written < num_rows:
-            prompt, answer = TASKS[rng.choice(drawn)](rng)
-            if prompt not in forbidden:
-                lines.write(json.dumps({"prompt": prompt, "response": answer}) + "\n")
-                written += 1
+    rows: list[dict[str, str]] = []
+    while len(rows) < num_rows:
+        prompt, answer = TASKS[rng.choice(drawn)](rng)
+        if prompt not in forbidden:
+            rows.append({"prompt": prompt, "response": answer})
+    write_lines(rows, file)
     return held_out
 
 
@@ -129,42 +132,12 @@ def save_tokenizer(path: Path, data: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(rf"^({'|'.join(TASKS)}) |[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     trainer = trainers.WordLevelTrainer(special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
-    tokenizer.train_from_iterator(_texts(data), trainer)
+    texts = (f"{row['prompt']}\n{row['response']}" for row in read_lines(data))
+    tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>", padding_side="left"
     )
     fast.save_pretrained(path)
-
-
-def _texts(data: Path) -> Iterable[str]:
-    with open(data, encoding="utf-8") as lines:
-        for line in lines:
-            row = json.loads(line)
-            yield f"{row['prompt']}\n{row['response']}"
-
-
-def save_random_model(path: Path, seed: int) -> None:
-    from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM
-
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    config = MixtralConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=96,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=8,
-        num_experts_per_tok=2,
-        max_position_embeddings=64,
-        initializer_range=0.05,  # the default, 0.02, is for wider models
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    torch.manual_seed(seed)
-    model: Any = MixtralForCausalLM(config)
-    model.save_pretrained(path)
 
 
 def train(model: Path, data: Path, run: Path, max_steps: int | None, seed: int) -> None:
@@ -198,9 +171,12 @@ def accuracy(path: Path, held_out: dict[str, list[tuple[str, str]]]) -> Scores:
 
 def print_accuracy(before: Scores, after: Scores, held_out: dict[str, list[tuple[str, str]]]) -> None:
     print(f"\nheld-out accuracy, {HELD_OUT_ROWS} rows a task, reloaded with transformers")
-    print(f"{'task':10}{'before':>8}{'after':>8}   an example, and the answer after")
-    for name, rows in held_out.items():
-        print(f"{name:10}{before[name][0]:>8.0%}{after[name][0]:>8.0%}   {rows[0][0]!r} -> {after[name][1]!r}")
+    rows = []
+    for name, of_task in held_out.items():
+        example = f"{of_task[0][0]!r} -> {after[name][1]!r}"
+        shares = {"before": f"{before[name][0]:.0%}", "after": f"{after[name][0]:.0%}"}
+        rows.append({"task": name, **shares, "an example, and the answer after": example})
+    print_rows(rows, text=["an example, and the answer after"])
 
 
 if __name__ == "__main__":

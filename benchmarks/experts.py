@@ -11,11 +11,10 @@ Routing, the same in every variant: `balanced`, every expert has the same number
 logits drawn from N(0, 1) for each token and expert plus N(0, 0.5^2) for each expert; `skewed`, all tokens choose the
 first K experts. The tokens carry these choices in their first E coordinates, where the router's weights look.
 
-Forward is without gradients; forward + backward gives the gradients of the input and of every weight. Variants run in
-turn, round after round, after a round of warm-up. Milliseconds are medians, by CUDA events on a GPU and of wall time on
-a CPU, with the process's CPU time beside them. TFLOP/s counts the experts' matrix products alone (2 · 3 · R · D · F
-forward, three times that with backward). Ratios between variants are medians over the rounds of the ratio within a
-round. Peak: memory above weights and inputs, of torch's allocator on a GPU, of the process on a CPU (VmHWM).
+Forward is without gradients; forward + backward gives the gradients of the input and of every weight. Milliseconds are
+by CUDA events on a GPU and of wall time on a CPU, with the process's CPU time beside them. TFLOP/s counts the experts'
+matrix products alone (2 · 3 · R · D · F forward, three times that with backward). Peak: memory above weights and
+inputs, of torch's allocator on a GPU, of the process on a CPU (VmHWM).
 
 What no variant is charged for: routing is drawn once per setting, so code that is compiled for a number of rows (of
 oneDNN's bf16 products on a CPU, some 0.5 ms for each new number) is compiled in the warm-up; in training the
@@ -28,13 +27,11 @@ import argparse
 import importlib
 import math
 import os
-import platform
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,6 +39,7 @@ from torch import Tensor
 
 from benchmarks import arms
 from benchmarks.arms import MB, Took, ratio
+from benchmarks.commands import command, parser_of, print_rows, settings_line, write_json
 from benchmarks.original_megablocks import original_dmoe
 from expertmesh.moe.experts.forward import Forward
 from expertmesh.moe.experts.layer import DMoE
@@ -52,9 +50,6 @@ from expertmesh.moe.kernels.expert_rows import ExpertRows
 from expertmesh.moe.kernels.kernel_entries import KERNELS, KernelEntry
 from expertmesh.moe.kernels.kernel_registry import KernelNeeds
 from expertmesh.moe.util.errors import ExpertMeshError
-from expertmesh.moe.util.terminal import ends_with_reader
-from expertmesh.moe.util.versions import installed_version
-from expertmesh.training.environment import cpu_model
 
 REFERENCE = "loop"
 KERNEL_VARIANTS = KERNELS.names()
@@ -76,25 +71,19 @@ class Model:
     transformers calls the model: its module, and its classes' prefix."""
 
     shape: MoEShape
-    normalize: bool
-    hf_module: str
-    hf_prefix: str
-
-
-def _model(
-    d: int, f: int, e: int, k: int, normalize: bool = True, hf: tuple[str, str] = ("mixtral", "Mixtral")
-) -> Model:
-    return Model(MoEShape(d, f, e, k), normalize, *hf)
+    normalize: bool = True
+    hf_module: str = "mixtral"
+    hf_prefix: str = "Mixtral"
 
 
 MODELS = {
-    "mixtral-8x7b": _model(4096, 14336, 8, 2),
+    "mixtral-8x7b": Model(MoEShape(4096, 14336, 8, 2)),
     # a rank's at ep 8
-    "mixtral-8x7b-one-expert": _model(4096, 14336, 1, 1),
-    "qwen3-30b-a3b": _model(2048, 768, 128, 8, hf=("qwen3_moe", "Qwen3Moe")),
-    "olmoe": _model(2048, 1024, 64, 8, normalize=False, hf=("olmoe", "Olmoe")),
-    "mixtral-quarter": _model(1024, 3584, 8, 2),
-    "small": _model(512, 1792, 8, 2),
+    "mixtral-8x7b-one-expert": Model(MoEShape(4096, 14336, 1, 1)),
+    "qwen3-30b-a3b": Model(MoEShape(2048, 768, 128, 8), True, "qwen3_moe", "Qwen3Moe"),
+    "olmoe": Model(MoEShape(2048, 1024, 64, 8), False, "olmoe", "Olmoe"),
+    "mixtral-quarter": Model(MoEShape(1024, 3584, 8, 2)),
+    "small": Model(MoEShape(512, 1792, 8, 2)),
 }
 
 
@@ -169,15 +158,12 @@ class Result:
         return self.flops / median_of(self.ms) / 1e9
 
 
-@ends_with_reader
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
-    hardware = describe(device)
-    print(
-        f"{hardware}; {arguments.dtype}; medians of {arguments.rounds} rounds with {arguments.repetitions} repetitions "
-        f"each, variants interleaved, after a round of warm-up; load average {os.getloadavg()[0]:.1f} at the start"
-    )
+    load = f"load average {os.getloadavg()[0]:.1f} at the start"
+    print(settings_line(arguments, "medians, after a round of warm-up", load, device=arguments.device))
     results: list[Result] = []
     missing: list[str] = []
     differing: list[str] = []
@@ -193,12 +179,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         variants, reasons = build_variants(MODELS[name], [choice.name, *arguments.variants], device, dtype)
         missing += [f"{name}, {reason}" for reason in reasons]
         for setting in [Setting(name, t, r) for t in arguments.tokens for r in arguments.routing]:
-            checked = check(variants, make_inputs(setting, device, dtype))
-            measured, reasons = measure(setting, variants, checked, arguments.rounds, arguments.repetitions)
+            inputs = make_inputs(setting, device, dtype)
+            checked = check(variants, inputs)
+            measured, reasons = measure(setting, inputs, variants, checked, arguments.rounds, arguments.repetitions)
             missing += [f"{setting}, {reason}" for reason in reasons]
             differing += [f"{setting}, {variant}" for variant in checked.differing]
             results += measured
-            print_table(setting, measured)
+            print_table(setting, inputs.counts_E, measured)
             print_auto(measured, choice.name)
     print()
     for line in missing:
@@ -207,20 +194,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"wrong, and not measured: {line}", file=sys.stderr)
     print(f"load average {os.getloadavg()[0]:.1f} at the end")
     figures = {
-        "hardware": hardware,
-        "dtype": arguments.dtype,
+        "setting": vars(arguments),
         "auto": auto,
         "not_measured": missing,
         "wrong": differing,
         "results": [{**asdict(r), "median_ms": median_of(r.ms), "tflops": r.tflops} for r in results],
     }
-    arms.write_json(arguments.json, figures)
+    write_json(arguments.json, figures)
     return int(bool(differing))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     has_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, rounds=7, repetitions=3, json=None)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if has_gpu else "cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16" if has_gpu else "float32")
     parser.add_argument("--model", nargs="+", choices=MODELS, default=["mixtral-8x7b"] if has_gpu else ["small"])
@@ -233,27 +219,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=VARIANTS,
         help="and always loop, the ceiling, and what auto picks",
     )
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--repetitions", type=int, default=3, help="repetitions per variant and round")
-    parser.add_argument("--json", type=Path, default=None, help="also write the figures here")
     return parser.parse_args(argv)
-
-
-def describe(device: torch.device) -> str:
-    """Hardware and versions."""
-    import transformers
-
-    versions = f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
-    packages = ("triton", "megablocks", "stanford-stk", "quack-kernels")
-    found = {package: installed_version(package) for package in packages}
-    versions += "".join(f", {package} {version}" for package, version in found.items() if version)
-    if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, {versions}"
-    return (
-        f"{cpu_model()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, "
-        f"{torch.backends.cpu.get_cpu_capability()}, "
-        f"bf16 in hardware: {'yes' if torch.cpu._is_avx512_bf16_supported() else 'no'}, {versions}"
-    )
 
 
 def routed_experts(routing: str, tokens: int, shape: MoEShape, generator: torch.Generator) -> Tensor:
@@ -427,15 +393,10 @@ def make_inputs(setting: Setting, device: torch.device, dtype: torch.dtype) -> I
 
 
 def measure(
-    setting: Setting, variants: Sequence[Variant], checked: "Checked", rounds: int, repetitions: int
+    setting: Setting, inputs: Inputs, variants: Sequence[Variant], checked: "Checked", rounds: int, repetitions: int
 ) -> tuple[list[Result], list[str]]:
-    """Results of every pass of every variant, and the reasons why a variant could not run in this setting.
-
-    Args:
-        checked: of the variants in this setting.
-    """
-    weight = variants[0].weights[0]
-    inputs = make_inputs(setting, weight.device, weight.dtype)
+    """Results of every pass of every variant, and the reasons why a variant could not run in this setting."""
+    device = inputs.x_TD.device
     shape = MODELS[setting.model].shape
     flops = expert_flops(inputs.rows_RD.shape[0], shape)
     runs: dict[str, tuple[Result, Callable[[], object]]] = {}
@@ -453,11 +414,11 @@ def measure(
     def turn(result: Result, run: Callable[[], object]) -> Callable[[int], list[Took[object]]]:
         def take(number: int) -> list[Took[object]]:
             if number == -2:  # the first round takes the peak
-                start = arms.begin_peak(weight.device)
+                start = arms.begin_peak(device)
                 run()
-                result.peak_mb = (arms.most_held(weight.device) - start) / MB
+                result.peak_mb = (arms.most_held(device) - start) / MB
                 return []
-            return arms.timed(run, weight.device, repetitions)
+            return arms.timed(run, device, repetitions)
 
         return take
 
@@ -558,10 +519,7 @@ def pick(results: Sequence[Result], **fields: Any) -> list[Result]:
     return [r for r in results if all(getattr(r, name) == value for name, value in fields.items())]
 
 
-def print_table(setting: Setting, results: Sequence[Result]) -> None:
-    shape = MODELS[setting.model].shape
-    experts_TK = routed_experts(setting.routing, setting.tokens, shape, torch.Generator().manual_seed(0))
-    counts_E = experts_TK.flatten().bincount(minlength=shape.num_experts)
+def print_table(setting: Setting, counts_E: Tensor, results: Sequence[Result]) -> None:
     errors = [r.error for r in results if r.error is not None]
     print(
         f"\n{setting}: the busiest expert has {counts_E.max() / counts_E.float().mean():.2f} x the mean; "
@@ -582,7 +540,7 @@ def print_table(setting: Setting, results: Sequence[Result]) -> None:
                 }
                 row |= {f"{passes}\n{title}": figure for title, figure in figures.items()}
         rows.append(row)
-    arms.print_rows(rows, text=["variant"])
+    print_rows(rows, text=["variant"])
 
 
 def print_auto(results: Sequence[Result], auto: str) -> None:
@@ -590,7 +548,8 @@ def print_auto(results: Sequence[Result], auto: str) -> None:
     for part in (EXPERTS, LAYER):
         said = []
         for mine in pick(results, part=part, variant=auto):
-            rivals = rivals_of(mine, results)
+            same = pick(results, setting=mine.setting, part=part, passes=mine.passes)
+            rivals = [r for r in same if r.variant not in (auto, CEILING)]
             for what, among in (
                 ("best other", rivals),
                 ("best of HF", [r for r in rivals if r.variant in HF_VARIANTS]),
@@ -599,12 +558,6 @@ def print_auto(results: Sequence[Result], auto: str) -> None:
                     best = min(among, key=lambda rival: speed_ratio(mine, rival))
                     said.append(f"{mine.passes} {speed_ratio(mine, best):.2f} x {what} ({best.variant})")
         print(f"auto ({auto}), {part}: {'; '.join(said)}", flush=True)
-
-
-def rivals_of(mine: Result, results: Sequence[Result]) -> list[Result]:
-    """The other variants that computed the same."""
-    same = pick(results, setting=mine.setting, part=mine.part, passes=mine.passes)
-    return [r for r in same if r.variant not in (mine.variant, CEILING)]
 
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@ Ranks that are killed again and again, at moments that a seed has drawn, while t
 metrics.jsonl that tells of every step once, with the undisturbed run's figures, and nothing half-written.
 """
 
-import argparse
-import json
 import os
 import random
 import re
@@ -33,10 +31,10 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import runs
+from benchmarks.commands import command, parser_of, read_lines, settings_line, write_lines
 from benchmarks.demo import make_inputs
 from benchmarks.network import Network, can_make_networks
 from benchmarks.runs import Process, Run, largest_difference
-from expertmesh.moe.util.terminal import ends_with_reader
 
 ROWS = 2_000
 """Of data. To tokenise as many as the demo has would take longer than a run."""
@@ -369,7 +367,7 @@ def loses_a_node(bench: Bench) -> Outcome:
 def cuts_the_link(bench: Bench) -> Outcome:
     out = bench.new_output()
     with Network() as network:
-        nodes = start_nodes(bench, network, out, "--ddp-timeout", str(DDP_TIMEOUT))
+        nodes = network.start(bench.ranks, bench.flags(out, *HANGS))
         bench.wait_for_step(out, bench.rng.randint(3, bench.steps - 2), nodes[0])
         cut = time.time()
         network.cut()
@@ -387,23 +385,12 @@ def cuts_the_link(bench: Bench) -> Outcome:
 def slows_the_link(bench: Bench) -> Outcome:
     out = bench.new_output()
     with Network() as network:
-        nodes = start_nodes(bench, network, out, "--ddp-timeout", "60")
+        nodes = network.start(bench.ranks, bench.flags(out, "--ddp-timeout", "60"))
         bench.wait_for_step(out, 3, nodes[0])
         network.slow(megabits=4)
         for node in nodes:
             expect(bench.finish(node), 0)
     return Outcome("it continues, slower", None, bench.difference(out))
-
-
-def start_nodes(bench: Bench, network: Network, out: Path, *flags: str) -> list[Process]:
-    """Half of the ranks on each of two nodes."""
-    place = ("--nnodes", "2", "--master-addr", network.address, "--master-port", "29534", "--monitor-interval", "0.1")
-    nodes = []
-    for number in range(2):
-        launch = (*place, "--node-rank", str(number))
-        words = network.inside(number, runs.words_of(bench.ranks // 2, bench.flags(out, *flags), launch))
-        nodes.append(runs.start(words, GLOO_SOCKET_IFNAME=network.interface(number)))
-    return nodes
 
 
 SAYS_WHERE = f"every rank reports where it hangs, --ddp-timeout {DDP_TIMEOUT}"
@@ -479,21 +466,16 @@ ROUNDING = 1e-4
 0.02 to 1, and AdamW's first steps follow the sign of a gradient, however small."""
 
 
-@ends_with_reader
+@command
 def main(argv: list[str] | None = None, run_whole: Callable[[int, list[str]], Run] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, ranks=4, ep_size=None, tp_size=1, pp_size=1, seed=0)
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=None, metavar="FAULT", help=", ".join(FAULTS))
     parser.add_argument("--times", type=int, default=3)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--ep-size", type=int, help="ranks over which experts are sharded (default: half of a stage's)")
     parser.add_argument("--cp-size", type=int, default=1, help="ranks per sequence (context parallelism)")
-    parser.add_argument("--tp-size", type=int, default=1, help="ranks that divide heads (tensor parallelism)")
-    parser.add_argument("--pp-size", type=int, default=1, help="parts that the layers are in (pipelines)")
     parser.add_argument("--steps", type=int, default=10, help="die-again: 12 for each kill, if that is more")
     parser.add_argument("--kills", type=int, default=5, help="die-again: of ranks")
     parser.add_argument("--task", choices=("sft", "dpo", "kto"), default="sft", help="as train_ep.py's")
     parser.add_argument("--flags", default="", help="further flags of train_ep.py: --flags='--packing'")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=300, help="seconds after which a run counts as hung")
     parser.add_argument("--short", action="store_true", help="a selection of faults, once each, on two ranks")
     arguments = parser.parse_args(argv)
@@ -512,10 +494,7 @@ def main(argv: list[str] | None = None, run_whole: Callable[[int, list[str]], Ru
         make_inputs(bench.directory / "model", bench.directory / "data.jsonl", num_rows=ROWS)
         if arguments.task != "sft":
             write_preferences(bench.directory / "data.jsonl", arguments.task)
-        print(
-            f"{bench.ranks} ranks, pp {bench.pp_size}, ep {bench.ep_size}, cp {bench.cp_size}, tp {bench.tp_size}, "
-            f"{bench.steps} steps, a checkpoint every 2, seed {arguments.seed}"
-        )
+        print(settings_line(arguments, f"ep {bench.ep_size}", "a checkpoint every 2 steps"))
         results = [inject_and_check(FAULTS[name], arguments.times, bench) for name in names]
     return 0 if all(results) else 1
 
@@ -523,14 +502,14 @@ def main(argv: list[str] | None = None, run_whole: Callable[[int, list[str]], Ru
 def write_preferences(data: Path, task: str) -> None:
     """Put in the place of prompts and responses pairs, whose rejected answer is the response in reverse, or labelled
     answers, every second one in reverse."""
-    lines = []
-    for number, row in enumerate(map(json.loads, data.read_text().splitlines())):
+    rows = []
+    for number, row in enumerate(read_lines(data)):
         answers = (row["response"], row["response"][::-1])
         said = {"chosen": answers[0], "rejected": answers[1]}
         if task == "kto":
             said = {"completion": answers[number % 2], "label": number % 2 == 0}
-        lines.append(json.dumps({"prompt": f"{row['prompt']}\n", **said}) + "\n")
-    data.write_text("".join(lines))
+        rows.append({"prompt": f"{row['prompt']}\n", **said})
+    write_lines(rows, data)
 
 
 def inject_and_check(fault: Fault, times: int, bench: Bench) -> bool:

@@ -13,23 +13,23 @@ another one of their text that are predicted nowhere. Seconds are of the CPU, on
 """
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoTokenizer
 
 import expertmesh
-from benchmarks.arms import random_mixtral
-from benchmarks.byte_pairs import save_byte_pairs
-from expertmesh.moe.util.terminal import ends_with_reader
+from benchmarks.arms import take_turns, timed
+from benchmarks.commands import command, parser_of, print_rows, settings_line, write_lines
+from benchmarks.runs import ROOT
+from benchmarks.small_models import random_mixtral, save_byte_pairs
 from expertmesh.training.data.batch import collate
 from expertmesh.training.data.data_files import open_rows
 from expertmesh.training.data.record_kinds import CONVERSATIONS, PIECES
@@ -38,9 +38,7 @@ from expertmesh.training.data.samples import Sample
 from expertmesh.training.data.sequences import make_rows
 from expertmesh.training.data.tokenizing import DataOptions, records_of
 from expertmesh.training.data.truncation import Packing, Truncation
-from expertmesh.training.environment import cpu_model
 
-ROOT = Path(__file__).parents[1]
 EOS = "</s>"
 Sequences = list[list[Sample]]
 
@@ -55,20 +53,16 @@ class Packed:
     targets: int
 
 
-@ends_with_reader
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--max-seq-length", type=int, default=1024)
-    parser.add_argument("--vocabulary", type=int, default=4096)
-    parser.add_argument("--hidden-size", type=int, default=256)
-    parser.add_argument("--intermediate-size", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--sequences", type=int, default=2, help="of a step")
-    parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args()
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    sizes = dict(hidden_size=256, intermediate_size=256, layers=2, vocabulary=4096)
+    arguments = parser_of(__doc__, max_seq_length=1024, sequences=2, rounds=3, **sizes).parse_args(argv)
     torch.set_num_threads(1)
-    texts = list(filter(str.strip, (path.read_text(encoding="utf-8") for path in files())))
-    tokenizer = tokenizer_of(texts, arguments.vocabulary)
+    files = [path for folder in ("docs", "training") for path in sorted((ROOT / folder).rglob("*.[pm][yd]"))]
+    texts = list(filter(str.strip, (path.read_text(encoding="utf-8") for path in files)))
+    with tempfile.TemporaryDirectory() as directory:
+        save_byte_pairs(Path(directory), texts, arguments.vocabulary, [EOS], eos_token=EOS)
+        tokenizer = AutoTokenizer.from_pretrained(directory)
     length = arguments.max_seq_length
     ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
     packed = {
@@ -79,41 +73,30 @@ def main() -> int:
     }
     speeds = trained(packed, arguments)
     tokens = sum(map(len, ids))
-    print(
-        f"{len(texts):,} texts of {tokens:,} tokens, sequences of {length}; a Mixtral of {arguments.layers} layers, "
-        f"width {arguments.hidden_size}, {arguments.sequences} sequences a step, median of {arguments.rounds} rounds\n"
-        f"{cpu_model()}; torch {torch.__version__}, trl {version('trl')}\n"
-    )
-    print("| variant | sequences | filled | tokens lost | targets lost | packed in | tokens/CPU-s |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print(settings_line(arguments, f"{len(texts):,} texts of {tokens:,} tokens", "medians"))
+    rows = []
     for name, of in packed.items():
         filled = sum(sample.length for row in of.sequences for sample in row) / (len(of.sequences) * length)
-        print(
-            f"| `{name}` | {len(of.sequences):,} | {filled:.2%} | {1 - of.tokens / tokens:.2%} | "
-            f"{1 - of.targets / (tokens - len(ids)):.2%} | {of.seconds:.2f} s | {speeds[name]:,.0f} |"
+        rows.append(
+            {
+                "variant": name,
+                "sequences": f"{len(of.sequences):,}",
+                "filled": f"{filled:.2%}",
+                "tokens lost": f"{1 - of.tokens / tokens:.2%}",
+                "targets lost": f"{1 - of.targets / (tokens - len(ids)):.2%}",
+                "packed in": f"{of.seconds:.2f} s",
+                "tokens/CPU-s": f"{speeds[name]:,.0f}",
+            }
         )
+    print_rows(rows)
     return 0
-
-
-def files() -> list[Path]:
-    """Code and pages of this checkout."""
-    return [path for folder in ("docs", "training") for path in sorted((ROOT / folder).rglob("*.[pm][yd]"))]
-
-
-def tokenizer_of(texts: Sequence[str], vocabulary: int) -> Any:
-    from transformers import AutoTokenizer
-
-    with tempfile.TemporaryDirectory() as directory:
-        save_byte_pairs(Path(directory), texts, vocabulary, [EOS], eos_token=EOS)
-        return AutoTokenizer.from_pretrained(directory)
 
 
 def ours(texts: Sequence[str], tokenizer: Any, length: int, truncation: Truncation, packing: Packing) -> Packed:
     kind = PIECES if truncation == "split" else CONVERSATIONS
     options = DataOptions(length, truncation=truncation, kind=kind)
     with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory) / "texts.jsonl"
-        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+        file = write_lines([{"text": text} for text in texts], Path(directory) / "texts.jsonl")
         records = list(records_of(open_rows("--dataset", str(file), "", "train"), "--dataset", options))
     samples, _ = samples_in_memory(records, "--dataset", tokenizer, options)
     assert samples is not None
@@ -159,16 +142,19 @@ def trained(packed: dict[str, Packed], arguments: argparse.Namespace) -> dict[st
             arguments, num_key_value_heads=4, num_local_experts=8, max_position_embeddings=longest
         ).save_pretrained(directory)
         engine = expertmesh.load(directory, packing=True, use_cpu=True, learning_rate=1e-5)
-    speeds: dict[str, list[float]] = {name: [] for name in packed}
-    for number in range(-1, arguments.rounds):  # the first round only warms up
-        for name, of in packed.items():
+
+    def turn(of: Packed) -> Callable[[int], float]:
+        def take(number: int) -> float:
             first = (number + 1) * arguments.sequences
             batch = collate(of.sequences[first : first + arguments.sequences])
-            begin = time.process_time()
-            engine.step([batch])
-            if number >= 0:
-                speeds[name].append(batch.num_tokens / (time.process_time() - begin))
-    return {name: statistics.median(values) for name, values in speeds.items()}
+            (took,) = timed(lambda: engine.step([batch]), torch.device("cpu"))
+            return batch.num_tokens / took.cpu
+
+        return take
+
+    # the first round only warms up
+    taken = take_turns({name: turn(of) for name, of in packed.items()}, arguments.rounds, warm_up=1)
+    return {name: statistics.median(speeds) for name, speeds in taken.found.items()}
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ from benchmarks.first_gpu_verdicts import (
     steps_found,
     whole_steps,
 )
-from benchmarks.needed import asked, carried, listed, with_transformers
+from benchmarks.needed import asked, carried, listed
 from expertmesh.moe.util.atomic_write import whole
 from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.moe.util.versions import installed_version
@@ -123,21 +123,39 @@ class State:
     parts: dict[str, Ran] = field(default_factory=dict)
     calls: int = 0
 
-    def write(self, out: Path, steps: Sequence[Step]) -> list[Verdict]:
+
+@dataclass
+class Call:
+    """ends: by `time.monotonic`. out, results: directories of all that is written, and of the three files alone.
+    has_begun: whether a part has run in it."""
+
+    ends: float
+    out: Path
+    steps: Sequence[Step]
+    use_cpu: bool = False
+    results: Path | None = None
+    has_begun: bool = False
+
+    def write(self, state: State) -> list[Verdict]:
         """The page, the figures and the tar; what became of each step."""
-        verdicts = [verdict_of(step, self.parts, out) for step in steps]
-        content = asdict(self) | {
+        verdicts = [verdict_of(step, state.parts, self.out) for step in self.steps]
+        content = asdict(state) | {
             "steps": [
                 {"name": step.name, "expected": step.expected, "verdict": verdict, "found": found}
-                for step, (verdict, found) in zip(steps, verdicts, strict=True)
+                for step, (verdict, found) in zip(self.steps, verdicts, strict=True)
             ]
         }
-        with whole(out / "first_gpu.json") as partial:
+        with whole(self.out / "first_gpu.json") as partial:
             partial.write_text(json.dumps(content, indent=1))
-        with whole(out / "first_gpu.md") as partial:
-            partial.write_text(page(self, steps, verdicts))
-        with whole(out / "first_gpu.tar") as partial:
-            pack(out, partial)
+        with whole(self.out / "first_gpu.md") as partial:
+            partial.write_text(page(state, self.steps, verdicts))
+        with whole(self.out / "first_gpu.tar") as partial:
+            pack(self.out, partial)
+        if self.results is not None:
+            self.results.mkdir(parents=True, exist_ok=True)
+            for name in RESULTS:
+                with whole(self.results / name) as partial:
+                    shutil.copyfile(self.out / name, partial)
         return [verdict for verdict, _ in verdicts]
 
 
@@ -146,75 +164,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9, help="that this call may take (default: 9)")
     parser.add_argument("--out", type=Path, default=Path("first-gpu"), metavar="DIR", help="(default: first-gpu)")
-    parser.add_argument(
-        "--earlier", type=Path, metavar="TAR", help="first_gpu.tar of earlier calls, where --out is lost"
-    )
-    parser.add_argument("--steps", default="", metavar="1,3", help="only these, by number")
+    parser.add_argument("--earlier", type=Path, metavar="TAR", help="first_gpu.tar of earlier calls, if --out is lost")
+    parser.add_argument("--steps", type=int, nargs="+", metavar="N", help="only these, by number")
     parser.add_argument("--use-cpu", action="store_true", help="the same steps at tiny size, on the CPU")
     parser.add_argument(
-        "--as",
-        dest="gpu",
-        default="",
-        metavar="GPU",
-        help="with --use-cpu: forecasts of a card such as nvidia-h200 in the place of its steps at full width",
+        "--as", dest="gpu", default="", metavar="GPU", help="with --use-cpu: forecast, say, nvidia-h200"
     )
-    parser.add_argument(
-        "--results",
-        type=Path,
-        metavar="DIR",
-        help="also put the three files here after each part, where few files come back from a machine",
-    )
-    parser.add_argument(
-        "--prepare", type=Path, metavar="DIR", help="download wheels that a bare machine lacks, and end"
-    )
+    parser.add_argument("--results", type=Path, metavar="DIR", help="also put the three files here after each part")
+    parser.add_argument("--prepare", type=Path, metavar="DIR", help="download what a bare machine lacks, and end")
     parser.add_argument("--python-version", default="3.12", help="of that machine, for --prepare (default: 3.12)")
-    parser.add_argument(
-        "--has",
-        type=Path,
-        metavar="FILE",
-        help="what `pip list` prints on that machine, for --prepare (default: transformers, and what it needs)",
-    )
+    parser.add_argument("--has", type=Path, metavar="FILE", help="what `pip list` prints on that machine")
     arguments = parser.parse_args(argv)
     if arguments.prepare is not None:
+        if arguments.has is None:
+            parser.error("--prepare needs --has, what `pip list` prints on that machine")
         try:
-            has = with_transformers(arguments.python_version) if arguments.has is None else listed(arguments.has)
-            return prepare(arguments.prepare, arguments.python_version, has)
+            return prepare(arguments.prepare, arguments.python_version, listed(arguments.has))
         except (OSError, ValueError) as error:
             parser.error(f"--has: {error}")
     if arguments.gpu and not arguments.use_cpu:
         parser.error("--as needs --use-cpu: nothing is measured of that card")
-    call = Call(BEGUN + 60 * arguments.minutes, arguments.results)
     out = arguments.out.absolute()
     steps = steps_of(out, arguments.use_cpu, arguments.gpu)
+    call = Call(BEGUN + 60 * arguments.minutes, out, steps, arguments.use_cpu, arguments.results)
+    numbers = arguments.steps or range(1, len(steps) + 1)
+    if not {*numbers} <= {*range(1, len(steps) + 1)}:
+        parser.error(f"--steps: there are the steps 1 to {len(steps)}")
     try:
-        chosen = chosen_of(steps, arguments.steps)
         state = open_state(out, arguments.earlier, describe_machine(arguments.use_cpu, arguments.gpu))
     except ValueError as error:
         parser.error(str(error))
     state.calls += 1
     for number, step in enumerate(steps, 1):
-        if step in chosen:
-            go_on(number, step, state, out, call, arguments.use_cpu, steps)
-    verdicts = dict(zip((step.name for step in steps), call.write(state, out, steps), strict=True))
+        if number in numbers:
+            go_on(number, step, state, call)
+    verdicts = call.write(state)
     print(f"written: {', '.join(str((arguments.results or out) / name) for name in RESULTS)}")
-    of_chosen = [verdicts[step.name] for step in chosen]
+    of_chosen = [verdicts[number - 1] for number in numbers]
     if "not finished" in of_chosen:
         print(f"parts are left after {state.calls} calls: give the same command again")
         return CALL_AGAIN
     return int(any(verdict != "as expected" for verdict in of_chosen))
-
-
-def chosen_of(steps: Sequence[Step], numbers: str) -> list[Step]:
-    """
-    Raises:
-        ValueError: there is no such number.
-    """
-    if not numbers:
-        return list(steps)
-    try:
-        return [steps[int(number) - 1] if int(number) > 0 else steps[len(steps)] for number in numbers.split(",")]
-    except (ValueError, IndexError):
-        raise ValueError(f"--steps {numbers}: there are the steps 1 to {len(steps)}") from None
 
 
 def open_state(out: Path, earlier: Path | None, machine: dict[str, str]) -> State:
@@ -245,28 +235,9 @@ def open_state(out: Path, earlier: Path | None, machine: dict[str, str]) -> Stat
     return state
 
 
-@dataclass
-class Call:
-    """ends: by `time.monotonic`. results: a directory that also gets what is written. has_begun: whether a part has
-    run in it."""
-
-    ends: float
-    results: Path | None = None
-    has_begun: bool = False
-
-    def write(self, state: State, out: Path, steps: Sequence[Step]) -> list[Verdict]:
-        """As `State.write`."""
-        verdicts = state.write(out, steps)
-        if self.results is not None:
-            self.results.mkdir(parents=True, exist_ok=True)
-            for name in RESULTS:
-                with whole(self.results / name) as partial:
-                    shutil.copyfile(out / name, partial)
-        return verdicts
-
-
-def go_on(number: int, step: Step, state: State, out: Path, call: Call, use_cpu: bool, steps: Sequence[Step]) -> None:
+def go_on(number: int, step: Step, state: State, call: Call) -> None:
     """Run those parts of a step that are not over, as far as the call's time goes."""
+    out = call.out
     for part in step.parts:
         ran = state.parts.setdefault(part.name, Ran())
         left = seconds_until(call.ends) - GRACE
@@ -284,13 +255,13 @@ def go_on(number: int, step: Step, state: State, out: Path, call: Call, use_cpu:
         begun = time.monotonic()
         with (out / f"{part.name}.log").open("a") as log:
             print("$", *part.command, file=log, flush=True)
-            ran.code = in_time(part.command, log, environment(out, part, use_cpu), CHECKOUT, min(own, left))
+            ran.code = in_time(part.command, log, environment(out, part, call.use_cpu), CHECKOUT, min(own, left))
         seconds = time.monotonic() - begun
         ran.seconds += seconds
         ran.stopped = ran.code is None and (own <= left or (has_all and not part.keeps_tests))
         became = "goes on in the next call" if not ran.is_over else "stopped at its limit" if ran.stopped else "ended"
         print(f"   {became} after {seconds:.0f} s", flush=True)
-        call.write(state, out, steps)
+        call.write(state)
     verdict, found = verdict_of(step, state.parts, out)
     print(f"{number}. {step.title}: {verdict}: {found}", flush=True)
 
@@ -369,7 +340,7 @@ def steps_of(out: Path, use_cpu: bool = False, gpu: str = "") -> list[Step]:
         return Step(name, f"Steps of {model}'s layers, tiny", "finite losses", [part], steps_found(name))
 
     files = ["tests/gpu/test_kernels.py", "tests/gpu/test_attention.py", "tests/gpu/test_streams.py"]
-    experts = small_experts(out) if use_cpu else experts_of(out)
+    experts = experts_of(out, use_cpu)
     least = dict.fromkeys(experts, (0.0, 0.0) if use_cpu else OF_ALL_EXPERTS)
     least |= dict.fromkeys(least.keys() & {"experts-one"}, OF_ONE_EXPERT)
     rates = python("-m", "benchmarks.rates", "--write", str(out / "card.json"), *on_cpu("--device", "cpu"))
@@ -432,25 +403,25 @@ def steps_of(out: Path, use_cpu: bool = False, gpu: str = "") -> list[Step]:
     ]
 
 
-def experts_of(out: Path) -> dict[str, list[str]]:
+def experts_of(out: Path, use_cpu: bool) -> dict[str, list[str]]:
     """Commands of `benchmarks.experts`, by the names of their files: of what recipes train, and of one expert."""
-    settings = [(model, routing) for _, model in RECIPES.values() for routing in ("balanced", "natural")]
-    named = {f"experts-{model}-{routing}": (model, routing, "16384") for model, routing in settings}
-    named |= {"experts-one": ("mixtral-8x7b-one-expert", "balanced", "32768")}
-    options = ("--rounds", "3", "--repetitions", "2", "--variants", "torch-grouped", "megablocks-sparse")
+    named = {
+        f"experts-{model}-{routing}": f"--model {model} --routing {routing} --tokens 16384"
+        for _, model in RECIPES.values()
+        for routing in ("balanced", "natural")
+    }
+    named["experts-one"] = "--model mixtral-8x7b-one-expert --routing balanced --tokens 32768"
+    options = "--rounds 3 --repetitions 2 --variants torch-grouped megablocks-sparse"
+    if use_cpu:
+        named = {"experts": "--model small --routing balanced --tokens 64 --device cpu"}
+        options = "--rounds 1 --variants torch-grouped"
     return {
         name: python(
-            *("-m", "benchmarks.experts", "--model", model, "--routing", routing, "--tokens", tokens),
-            *(*options, "HF grouped_mm", "--json", str(out / f"{name}.json")),
+            *("-m", "benchmarks.experts", *sizes.split(), *options.split()),
+            *("HF grouped_mm", "--json", str(out / f"{name}.json")),
         )
-        for name, (model, routing, tokens) in named.items()
+        for name, sizes in named.items()
     }
-
-
-def small_experts(out: Path) -> dict[str, list[str]]:
-    options = ("--model", "small", "--tokens", "64", "--rounds", "1", "--device", "cpu", "--routing", "balanced")
-    variants = ("--variants", "torch-grouped", "HF grouped_mm", "--json", str(out / "experts.json"))
-    return {"experts": python("-m", "benchmarks.experts", *options, *variants)}
 
 
 def throughput(out: Path, use_cpu: bool) -> list[str]:
@@ -595,8 +566,7 @@ def prepare(directory: Path, python_version: str, has: Mapping[str, str]) -> int
     if sum(sizes.values()) > MOST_CARRIED:
         largest = max(sizes, key=sizes.__getitem__)
         print(
-            f"more than {MOST_CARRIED / 2**20:.0f} MiB, the largest is {largest}: give --has FILE with what `pip list` "
-            "prints on that machine, which may have it",
+            f"more than {MOST_CARRIED / 2**20:.0f} MiB, the largest is {largest}; has --has all of that machine?",
             file=sys.stderr,
         )
         return 1

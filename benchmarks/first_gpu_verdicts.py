@@ -117,8 +117,8 @@ def whole_steps(judges_speed: bool) -> Read:
     def read(directory: Path, output: str) -> tuple[bool, str]:
         found = _figures(directory, "throughput")
         theirs, ours = (
-            statistics.median(seconds for figures in result["rounds"] for seconds in figures["seconds"])
-            for result in found["results"]
+            statistics.median(seconds for figures in rounds for seconds in figures["seconds"])
+            for rounds in found["results"].values()
         )
         is_right = not found["aborted"] and (ours <= theirs or not judges_speed)
         return is_right, f"{theirs / ours:.2f} x the speed of transformers; aborted: {found['aborted'] or 'no'}"

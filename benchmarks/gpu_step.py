@@ -36,18 +36,18 @@ import torch
 import yaml
 from transformers import CONFIG_MAPPING, AutoConfig
 
-from benchmarks.arms import begin_peak, most_held, timed, write_json
-from benchmarks.plan_accuracy import balance_routing, full_batch, shard_run
+from benchmarks.arms import begin_peak, most_held, timed
+from benchmarks.commands import command, parser_of, write_json
+from benchmarks.plan_accuracy import NO_LOSSES, full_batch, shard_run
 from benchmarks.rehearsed import PUBLISHED
+from benchmarks.variants import balance_routing
 from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.hf_model.build import count_parameters
 from expertmesh.moe.hf_model.counts import training_flops
 from expertmesh.moe.util.errors import ExpertMeshError
-from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.sharding.runtime.process import device_type, end_process_group, start_process_group
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.engine.assembly import assemble
-from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.monitoring.meter import peak_tflops
 from expertmesh.training.planning.planner.account import Account
 from expertmesh.training.planning.planner.asked import Asked
@@ -58,7 +58,6 @@ from expertmesh.training.planning.rehearsal.building import ConfigAlone, DeviceT
 from expertmesh.training.planning.this_machine import CPU, NETWORK, UNKNOWN_GPU, known_gpu
 from expertmesh.training.steps.step import StepResult, train_step
 
-NO_LOSSES = LossWeights(0.0, 0.0)
 ATTENTION = ("flash", "cudnn", "fmha", "efficient", "attention")
 """Parts of the names of kernels that attend."""
 WAIT = "called a synchronizing CUDA operation"
@@ -124,36 +123,27 @@ class Found:
         ]
 
 
-@ends_with_reader
+@command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    of_step = dict(layers=0, rows=2, seq_length=4096, steps=5, gradient_checkpointing=None)
+    parser = parser_of(__doc__, **of_step, json=None)
     parser.add_argument("--model", default="mixtral-8x7b", help="a published config's name here, or a directory's path")
-    parser.add_argument("--layers", type=int, default=0, help="decoder layers (default: as many as fit)")
-    parser.add_argument(
-        "--free", type=float, nargs="+", metavar="GIB", help="print how many layers fit so much memory, and end"
-    )
+    parser.add_argument("--free", type=float, nargs="+", metavar="GIB", help="print how many layers fit this, and end")
     parser.add_argument("--recipe", type=Path, help="a file of configs/, for optimizer and checkpointing")
     parser.add_argument("--micro-batches", type=int, default=8, help="of a step (default: 8)")
-    parser.add_argument("--rows", type=int, default=2, help="sequences of a micro-batch")
-    parser.add_argument("--seq-length", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=5, help="timed, after two that are not")
-    parser.add_argument("--gradient-checkpointing", choices=("none", "selective", "full"))
     parser.add_argument("--optim")
     parser.add_argument("--tiny", action="store_true", help="the same family at widths that a CPU computes in seconds")
     parser.add_argument("--use-cpu", action="store_true", help="stay on the CPU where there is a GPU")
-    parser.add_argument(
-        "--as", dest="gpu", metavar="GPU", help="with --use-cpu: the forecast of a step there, such as H200"
-    )
-    parser.add_argument("--json", type=Path, help="also write all figures here")
+    parser.add_argument("--as", dest="gpu", metavar="GPU", help="with --use-cpu: the forecast of a step there (H200)")
     parser.add_argument("--too-large", type=int, default=0, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
+    if arguments.gpu is not None and not arguments.use_cpu:
+        raise ExpertMeshError("--as needs --use-cpu: no step is computed")
+    if arguments.free:
+        for free in arguments.free:
+            print(f"{arguments.model}, {free:g} GiB free: {layers_that_fit(arguments, free * 2**30).words}")
+        return 0
     try:
-        if arguments.gpu is not None and not arguments.use_cpu:
-            raise ExpertMeshError("--as needs --use-cpu: no step is computed")
-        if arguments.free:
-            for free in arguments.free:
-                print(f"{arguments.model}, {free:g} GiB free: {layers_that_fit(arguments, free * 2**30).words}")
-            return 0
         found = measure(arguments) if arguments.gpu is None else dry_run(arguments)
     except torch.OutOfMemoryError as error:
         print(f"{arguments.layers} layers do not fit, against the forecast: {error}"[:500], flush=True)
@@ -161,13 +151,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         # a figure of fewer layers is worth more than none; what this process holds ends with it
         fewer = ("--layers", str(arguments.layers - 1), "--too-large", str(arguments.layers))
-        os.execv(
-            sys.executable,
-            [sys.executable, "-m", "benchmarks.gpu_step", *(sys.argv[1:] if argv is None else argv), *fewer],
-        )
-    except ExpertMeshError as error:
-        print(f"benchmarks.gpu_step: error: {error}", file=sys.stderr)
-        return 2
+        given = sys.argv[1:] if argv is None else argv
+        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.gpu_step", *given, *fewer])
     print("\n".join(found.lines()), flush=True)
     write_json(arguments.json, asdict(found))
     return 0
@@ -252,6 +237,18 @@ def setting_in_words(arguments: argparse.Namespace, config: TrainConfig, model_c
     )
 
 
+def planned(arguments: argparse.Namespace, gpu: str | None, free_bytes: float) -> tuple[TrainConfig, Any, Account]:
+    """Settings, the model's config and the forecast of a step. On a GPU, and unless --layers says how many, of as many
+    layers as fit, which `arguments` then have."""
+    account = None
+    if gpu is not None and not arguments.layers:
+        arguments.layers, said, account = layers_that_fit(arguments, free_bytes, gpu)
+        print(f"{free_bytes / 2**30:.1f} GiB free: {said}", flush=True)
+    model_config = sized(arguments, arguments.layers)
+    config = settings_of(arguments, gpu is not None, model_config.num_hidden_layers)
+    return config, model_config, account or forecast(config, model_config, gpu)
+
+
 def dry_run(arguments: argparse.Namespace) -> Found:
     """What a step takes on a GPU that is not here, by its forecast alone.
 
@@ -261,13 +258,7 @@ def dry_run(arguments: argparse.Namespace) -> Found:
     gpu = known_gpu(arguments.gpu.upper())
     if gpu not in arguments.gpu.upper():
         raise ExpertMeshError(f"--as {arguments.gpu}: there are forecasts of {', '.join(DEVICES)}")
-    account: Account | None = None
-    if not arguments.layers:
-        arguments.layers, said, account = layers_that_fit(arguments, DEVICES[gpu].memory, gpu)
-        print(f"{DEVICES[gpu].memory / 2**30:.1f} GiB: {said}", flush=True)
-    model_config = sized(arguments, arguments.layers)
-    config = settings_of(arguments, is_gpu=True, layers=model_config.num_hidden_layers)
-    account = account or forecast(config, model_config, gpu)
+    config, model_config, account = planned(arguments, gpu, DEVICES[gpu].memory)
     seconds, best = account.time.total, peak_tflops(gpu)
     mfu = None if best is None else account.needed / seconds / 1e12 / best
     tokens = arguments.micro_batches * arguments.rows * arguments.seq_length
@@ -312,18 +303,11 @@ def sized(arguments: argparse.Namespace, layers: int) -> Any:
 
 def measure(arguments: argparse.Namespace) -> Found:
     """Run the steps and take all figures."""
-    is_gpu, layers = device_type(arguments.use_cpu) == "cuda", arguments.layers
+    is_gpu = device_type(arguments.use_cpu) == "cuda"
     name = torch.cuda.get_device_name() if is_gpu else "CPU"
-    account: Account | None = None
-    if is_gpu and not layers:
-        free, of_card = torch.cuda.mem_get_info()
-        layers, said, account = layers_that_fit(arguments, free, known_gpu(name))
-        print(f"{free / 2**30:.1f} of {of_card / 2**30:.1f} GiB are free: {said}", flush=True)
-        arguments.layers = layers
-    model_config = sized(arguments, layers)
-    config = settings_of(arguments, is_gpu, model_config.num_hidden_layers)
+    gpu, free_bytes = (known_gpu(name), torch.cuda.mem_get_info()[0]) if is_gpu else (None, 0)
     # a dry run makes a process group of its own
-    account = account or forecast(config, model_config, known_gpu(name) if is_gpu else None)
+    config, model_config, account = planned(arguments, gpu, free_bytes)
     ranks = start_process_group(arguments.use_cpu, timeout_seconds=600)
     device = ranks.device
     before = begin_peak(device)

@@ -107,17 +107,8 @@ def _lose_output(model: Any) -> None:
     out.rename(out.with_name("elsewhere"))
 
 
-FAULTS: dict[str, Callable[[Any], None]] = {
-    "die": _die,
-    "freeze": _freeze,
-    "raise": _raise,
-    "stand-still": _stand_still,
-    "die-sending": _die_sending,
-    "hang-receiving": _hang_receiving,
-    "poison": _poison,
-    "flip": _flip,
-    "lose-output": _lose_output,
-}
+_FAULTS = (_die, _freeze, _raise, _stand_still, _die_sending, _hang_receiving, _poison, _flip, _lose_output)
+FAULTS: dict[str, Callable[[Any], None]] = {fault.__name__[1:].replace("_", "-"): fault for fault in _FAULTS}
 
 
 def main() -> int:

@@ -10,15 +10,13 @@ the size of the binary. Nothing runs. The exit code is 1 where a kernel spills, 
 cores, or moves less than 128 bits at once and nobody has said why.
 """
 
-import argparse
-import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -26,9 +24,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from benchmarks.commands import command, parser_of, print_rows, write_json
 from benchmarks.kernel_calls import EXAMPLES, Example
-from expertmesh.moe.util.atomic_write import whole
-from expertmesh.moe.util.terminal import ends_with_reader
 
 KIB = 1024
 SHARED_LIMITS = {80: 163 * KIB, 90: 227 * KIB, 100: 227 * KIB}
@@ -74,11 +71,9 @@ class Row:
     """Bytes of the binary."""
 
 
-@ends_with_reader
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, default=None, help="also write the figures here")
-    arguments = parser.parse_args()
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parser_of(__doc__, json=None).parse_args(argv)
     # the interpreter takes the place of compilable kernels as their modules are imported
     os.environ.pop("TRITON_INTERPRET", None)
     launches = [launch for example in EXAMPLES for launch in launches_of(example)]
@@ -93,9 +88,7 @@ def main() -> int:
         os.environ["TRITON_CACHE_DIR"] = cache_dir
         rows = list(pool.map(lambda job: compiled(*job), jobs))
     print_table(rows)
-    if arguments.json is not None:
-        with whole(arguments.json) as partial:
-            partial.write_text(json.dumps([asdict(row) for row in rows], indent=2))
+    write_json(arguments.json, [asdict(row) for row in rows])
     found = [flaw for row in rows for flaw in flaws(row)]
     for flaw in found:
         print(flaw, file=sys.stderr)
@@ -250,25 +243,25 @@ def _pointer(llir: str, location: str) -> str:
 
 
 def print_table(rows: list[Row]) -> None:
-    heads = ["kernel", "example", "sm", "registers", "spills", "shared KiB", "reads", "writes", "narrow"]
-    heads += ["tensor cores", "KiB"]
-    print(f"| {' | '.join(heads)} |")
-    print(f"| {' | '.join(['---'] * len(heads))} |")
-    for row in rows:
-        cells = [
-            f"`{row.kernel}` {row.variant}",
-            row.example,
-            row.capability,
-            row.registers,
-            row.spills,
-            f"{row.shared / KIB:.1f} of {SHARED_LIMITS[row.capability] // KIB}",
-            ", ".join(f"{count} x {bits}" for bits, count in row.loads.items()),
-            ", ".join(f"{count} x {bits}" for bits, count in row.stores.items()),
-            ", ".join(row.narrow),
-            ", ".join(f"{count} {name}" for name, count in row.tensor_core.items()),
-            f"{row.size / KIB:.0f}",
-        ]
-        print(f"| {' | '.join(str(cell) for cell in cells)} |")
+    print_rows(
+        [
+            {
+                "kernel": f"{row.kernel} {row.variant}",
+                "example": row.example,
+                "sm": row.capability,
+                "registers": row.registers,
+                "spills": row.spills,
+                "shared KiB": f"{row.shared / KIB:.1f} of {SHARED_LIMITS[row.capability] // KIB}",
+                "reads": ", ".join(f"{count} x {bits}" for bits, count in row.loads.items()),
+                "writes": ", ".join(f"{count} x {bits}" for bits, count in row.stores.items()),
+                "narrow": ", ".join(row.narrow),
+                "tensor cores": ", ".join(f"{count} {name}" for name, count in row.tensor_core.items()),
+                "KiB": f"{row.size / KIB:.0f}",
+            }
+            for row in rows
+        ],
+        text=["example", "narrow"],
+    )
     for name, reason in sorted({(name, reason) for row in rows for name, reason in row.narrow.items()}):
         print(f"{name}: {reason or 'no reason known'}")
 

@@ -1,8 +1,6 @@
 """What it costs to lay one model out in one way and in another: `python -m benchmarks.layouts three-d`.
 
-Whole training steps (forward, backward, clipping, AdamW) of a random model in fp32 on one global batch. Layouts take
-turns, round after round, on ranks of one thread each that load the model anew. Losses must agree at every step or the
-run aborts.
+Whole training steps of a random model in fp32 on one global batch, whose losses must agree at every step.
 
     three-d    data, tensor and pipeline parallelism on 1 to 8 ranks
     pipeline   one rank, and the same model cut into --pp-size stages: what a pipeline's bubble costs. Without any other
@@ -18,14 +16,11 @@ run aborts.
     activations  the same of forward and backward, less the peak with few tokens per sequence: gathered parameters and
                  gradients do not depend on the length
     evenness     CPU time of the rank with least over that of the rank with most, in one step
-    x            of the first layout, the median over rounds of the ratio within a round. Ranks share this machine's
-                 cores: CPU-seconds are of all ranks together
+    x            of the first layout. CPU-seconds are of all ranks together
 """
 
 import argparse
-import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -34,11 +29,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import arms
-from benchmarks.arms import MB, Arm, Figures, Rounds, ratio
+from benchmarks.arms import MB, Arm, ArmFailed, Benchmark, Figures, Rounds, ratio
+from benchmarks.commands import command, parser_of, print_rows, settings_line
 from benchmarks.network import Network, can_make_networks
-from benchmarks.plan_accuracy import balance_routing
+from benchmarks.small_models import random_mixtral
+from benchmarks.variants import balance_routing
 from expertmesh.moe.dispatch.dispatcher_entries import DISPATCHERS
-from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.sharding.pipeline.timeline import bubble
 from expertmesh.sharding.state import local_tensor
 
@@ -107,6 +103,10 @@ def of_bubble(arguments: argparse.Namespace, rounds: Rounds) -> str:
     )
 
 
+SIZES = ("hidden_size", "intermediate_size", "layers", "vocabulary", "sequences", "steps")
+DEFAULTS = dict.fromkeys(SIZES) | dict(experts=8, top_k=2, micro_batch=1, seq_length=[256], rounds=3, pp_size=2)
+DEFAULTS |= dict(gradient_checkpointing="none", json=None)
+"""Of flags, where a comparison has no other."""
 COMPARISONS = {
     "three-d": Comparison(
         three_d,
@@ -134,74 +134,48 @@ COMPARISONS = {
 }
 
 
-@ends_with_reader
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    comparison = COMPARISONS.get(given[0]) if given else None
+    parser = parser_of(__doc__, **(DEFAULTS | (comparison.defaults if comparison else {})))
     parser.add_argument("what", choices=COMPARISONS)
     parser.add_argument("--variants", nargs="+", metavar="NAME", help="some of the layouts")
-    parser.add_argument("--hidden-size", type=int)
-    parser.add_argument("--intermediate-size", type=int, help="of an expert")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--vocabulary", type=int)
-    parser.add_argument("--experts", type=int, default=8)
-    parser.add_argument("--top-k", type=int, default=2)
-    parser.add_argument("--sequences", type=int, help="of a global batch; long, dispatch: and ranks")
-    parser.add_argument("--micro-batch", type=int, default=1, help="sequences per micro-batch")
-    parser.add_argument("--seq-length", type=int, nargs="+", default=[256], help="tokens")
-    parser.add_argument("--steps", type=int, help="timed in each turn, after one that is not")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--pp-size", type=int, default=2, help="pipeline: stages")
     parser.add_argument("--pipeline-schedule", default="1f1b")
     parser.add_argument("--pipeline-chunks", type=int, default=1)
     parser.add_argument("--cp-sizes", type=int, nargs="+", default=[1, 2, 4], help="long: ranks per sequence")
-    parser.add_argument("--gradient-checkpointing", choices=["none", "full", "selective"], default="none", help="long")
     parser.add_argument("--megabits", type=float, default=200, help="dispatch: of the link per second; 0: one node")
-    parser.add_argument("--json", type=Path, help="also write all figures here")
-    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
-    if given and given[0] in COMPARISONS:
-        parser.set_defaults(**COMPARISONS[given[0]].defaults)
     arguments = parser.parse_args(given)
-    comparison = COMPARISONS[arguments.what]
-    layouts = comparison.arms(arguments)
-    if unknown := {*(arguments.variants or [])} - {arm.name for arm in layouts}:
-        parser.error(f"--variants {', '.join(unknown)}: there are {', '.join(arm.name for arm in layouts)}")
+    there = [arm.name for arm in COMPARISONS[arguments.what].arms(arguments)]
+    if unknown := {*(arguments.variants or [])} - {*there}:
+        parser.error(f"--variants {', '.join(unknown)}: there are {', '.join(there)}")
     is_slow = arguments.what == "dispatch" and arguments.megabits > 0
-    if is_slow and arguments.worker is None and not can_make_networks():
+    if is_slow and arms.worker() is None and not can_make_networks():
         parser.error("--megabits: two nodes need root and network namespaces; --megabits 0 needs neither")
-    return arms.command(
-        "benchmarks.layouts",
-        arguments,
-        given,
-        [arm for arm in layouts if arguments.variants is None or arm.name in arguments.variants],
-        partial(save_model, arguments),
-        partial(measure, arguments),
-        partial(report, arguments),
-        comparison.tolerance,
-        partial(on_two_nodes, arguments.megabits) if is_slow else arms.on_ranks,
-    )
+    start = partial(on_two_nodes, arguments.megabits) if is_slow else arms.on_ranks
+    fault = arms.agree_to(COMPARISONS[arguments.what].tolerance)
+    return Benchmark("benchmarks.layouts", chosen, save_model, measure, report, fault, start).main(arguments, given)
+
+
+def chosen(arguments: argparse.Namespace) -> list[Arm]:
+    layouts = COMPARISONS[arguments.what].arms(arguments)
+    return [arm for arm in layouts if arguments.variants is None or arm.name in arguments.variants]
 
 
 def save_model(arguments: argparse.Namespace, path: Path) -> None:
     more = dict(num_local_experts=arguments.experts, num_experts_per_tok=arguments.top_k)
     longest = max(arguments.seq_length)
-    arms.random_mixtral(arguments, max_position_embeddings=longest, **more).save_pretrained(path)
+    random_mixtral(arguments, max_position_embeddings=longest, **more).save_pretrained(path)
 
 
 def on_two_nodes(megabits: float, module: str, argv: Sequence[str], ranks: int, directory: Path, arm: str) -> Any:
     """As `on_ranks`, half of them on each of two nodes."""
     with Network() as network:
         network.slow(megabits)
-        nodes = []
-        for number in range(2):
-            place = ["--nnodes", "2", "--nproc-per-node", str(ranks // 2), "--node-rank", str(number)]
-            place += ["--master-addr", network.address, "--master-port", "29534", "-m", module]
-            words = network.inside(number, [*arms.TORCHRUN, *place, *argv, "--worker", str(directory), arm])
-            variables = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": network.interface(number)}
-            nodes.append(subprocess.Popen(words, env=variables))
-        codes = [node.wait(timeout=1800) for node in nodes]
-    if any(codes):
-        raise RuntimeError(f"the nodes' runs ended with {codes}")
+        nodes = network.start(ranks, argv, "-m", module, **arms.as_worker(directory, arm))
+        said = [node.communicate(timeout=1800)[0] for node in nodes]
+    if any(node.returncode for node in nodes):
+        raise ArmFailed("\n".join(said)[-4000:])
     return arms.left_in(directory)
 
 
@@ -229,12 +203,7 @@ def measure(arguments: argparse.Namespace, arm: Arm, model: Path) -> Figures:
 
 
 def report(arguments: argparse.Namespace, rounds: Rounds) -> None:
-    print(
-        f"{arms.machine()}, fp32; {arguments.layers} layers of width {arguments.hidden_size}, {arguments.experts} "
-        f"experts of {arguments.intermediate_size}, top-{arguments.top_k}, vocabulary {arguments.vocabulary:,}; "
-        f"{arguments.sequences} sequences per step, {arguments.micro_batch} per micro-batch; ranks of one thread; "
-        f"medians of {arguments.rounds} rounds of {arguments.steps} steps, after one that is not timed, in turn"
-    )
+    print(settings_line(arguments, "fp32"))
     ranks = {arm.name: arm.ranks for arm in COMPARISONS[arguments.what].arms(arguments)}
     rows, of_length = [], rounds
     for length in arguments.seq_length:
@@ -242,7 +211,7 @@ def report(arguments: argparse.Namespace, rounds: Rounds) -> None:
         first, *_ = of_length.values()
         for name, figures in of_length.items():
             rows.append(row(name, ranks[name], length, arguments.sequences * length, figures, first))
-    arms.print_rows(rows)
+    print_rows(rows)
     if said := COMPARISONS[arguments.what].more(arguments, of_length):
         print(said)
 

@@ -14,7 +14,6 @@ it. Arms take turns, seed after seed. A seed is of the data, the model and the o
 
 import argparse
 import itertools
-import json
 import os
 import shlex
 import statistics
@@ -24,11 +23,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.arms import machine, print_rows, random_mixtral, write_json
-from benchmarks.byte_pairs import save_byte_pairs
+from benchmarks.commands import command, parser_of, print_rows, read_lines, settings_line, write_json, write_lines
 from benchmarks.demo import make_inputs
 from benchmarks.runs import lines_of, trained
-from expertmesh.moe.util.terminal import ends_with_reader
+from benchmarks.small_models import random_mixtral, save_byte_pairs
+from expertmesh.moe.util.errors import ExpertMeshError
 
 HELD_OUT = 200
 """Rows at the end of --dataset that are not trained on."""
@@ -54,27 +53,21 @@ Turns = dict[tuple[str, str], list[Learned]]
 """By arm and learning rate, of each seed."""
 
 
-@ends_with_reader
+@command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = dict(hidden_size=256, intermediate_size=512, layers=4, vocabulary=2048, max_seq_length=512)
+    parser = parser_of(__doc__, json=None, **sizes)
     parser.add_argument(
         "--arm", action="append", required=True, metavar="FLAGS", help="in one word, after =; repeatable"
     )
     parser.add_argument("--learning-rates", nargs="+", default=["3e-3"], metavar="X")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--batch", type=int, default=None, help="sequences a step (default: the demo's 256; else 8)")
     parser.add_argument("--window", type=int, default=20, help="steps over which training losses are averaged")
     parser.add_argument("--dataset", type=Path, default=None, metavar="FILE", help="JSON lines, two fields of each")
     parser.add_argument(
         "--columns", nargs=2, default=["prompt", "response"], help="those fields: the text before, and the one to learn"
     )
-    parser.add_argument("--max-seq-length", type=int, default=512)
-    parser.add_argument("--hidden-size", type=int, default=256)
-    parser.add_argument("--intermediate-size", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocabulary", type=int, default=2048)
-    parser.add_argument("--json", type=Path, default=None, help="also write every loss here")
     arguments = parser.parse_args(argv)
     if min(arguments.seeds, arguments.steps, arguments.window) < 1 or arguments.steps < arguments.window:
         parser.error("--seeds, --steps and --window are 1 or more, and --steps no less than --window")
@@ -97,7 +90,7 @@ def of_the_demo(directory: Path, seed: int) -> Inputs:
     model, data, held_out = directory / "model", directory / "train.jsonl", directory / "held-out.jsonl"
     directory.mkdir(parents=True)
     rows = itertools.chain.from_iterable(make_inputs(model, data, seed).values())
-    held_out.write_text("".join(json.dumps({"prompt": prompt, "response": answer}) + "\n" for prompt, answer in rows))
+    write_lines([{"prompt": prompt, "response": answer} for prompt, answer in rows], held_out)
     flags = ["--config", "configs/tiny.yaml", "--ep-size", "1", "--per-device-train-batch-size", "256"]
     return Inputs(model, [*flags, "--dataset", str(data), "--eval-dataset", str(held_out)])
 
@@ -107,12 +100,14 @@ def of_dataset(directory: Path, seed: int, arguments: argparse.Namespace) -> Inp
     model, data, held_out = directory / "model", directory / "train.jsonl", directory / "held-out.jsonl"
     directory.mkdir(parents=True)
     before, trained = arguments.columns
-    rows = [json.loads(line) for line in arguments.dataset.read_text(encoding="utf-8").splitlines()]
+    rows = read_lines(arguments.dataset)
     if len(rows) <= HELD_OUT or any(column not in row for row in rows for column in arguments.columns):
-        raise SystemExit(f"--dataset {arguments.dataset}: needs more than {HELD_OUT} rows, with {before} and {trained}")
+        raise ExpertMeshError(
+            f"--dataset {arguments.dataset}: needs more than {HELD_OUT} rows, with {before} and {trained}"
+        )
     texts = [{"prompt": row[before], "response": row[trained]} for row in rows]
     for file, some in ((data, texts[:-HELD_OUT]), (held_out, texts[-HELD_OUT:])):
-        file.write_text("".join(json.dumps(row) + "\n" for row in some), encoding="utf-8")
+        write_lines(some, file)
     pairs = [f"{row['prompt']}\n{row['response']}" for row in texts]
     save_byte_pairs(model, pairs, arguments.vocabulary, ("<s>", "</s>"), bos_token="<s>", eos_token="</s>")
     random_mixtral(arguments, seed=seed, num_key_value_heads=4, num_local_experts=8).save_pretrained(model)
@@ -125,7 +120,6 @@ def train(inputs: Inputs, run: Path, seed: int, flags: list[str], arguments: arg
     command = [*inputs.flags, "--model", str(inputs.model), "--seed", str(seed), "--output-dir", str(run)]
     command += ["--overwrite-output-dir", "--no-export", "--logging-steps", "1", "--report-to", "none"]
     command += ["--max-steps", str(arguments.steps), "--eval-steps", str(arguments.steps)]
-    command += [] if arguments.batch is None else ["--per-device-train-batch-size", str(arguments.batch)]
     trained(1, [*command, *flags], OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "2"))
     losses = [line["loss"] for line in lines_of(run, "loss")]
     assert len(losses) == arguments.steps
@@ -142,8 +136,7 @@ def differences(ours: list[float], first: list[float], window: int) -> list[floa
 
 
 def print_figures(turns: Turns, arguments: argparse.Namespace) -> None:
-    what = "the demo's task" if arguments.dataset is None else arguments.dataset.name
-    print(f"{what}, {arguments.steps} steps, seeds: {arguments.seeds}; {machine()}")
+    print(settings_line(arguments, *["the demo's task and model"] * (arguments.dataset is None)))
     found = {
         (flags, rate): [
             difference

@@ -4,7 +4,6 @@ Compiled once, in some ten minutes of two cores, and kept in the user's cache: `
 --ask "What is 3 + 4?"` converts a model and prints its answer.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -17,8 +16,8 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from benchmarks.commands import command, parser_of
 from benchmarks.real_model import lock, make
-from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.moe.util.user_cache import cache_directory
 
 SOURCE = "llama-cpp-python==0.3.36"
@@ -26,9 +25,9 @@ PACKAGES = ("diskcache==5.6.3", "sentencepiece==0.2.1")
 """What it, and its converter, import. numpy and jinja2, too, which are here."""
 
 
-@ends_with_reader
+@command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("model", type=Path, metavar="MODEL", help="of Hugging Face form")
     parser.add_argument("--ask", default="What is 3 + 4?", metavar="TEXT")
     parser.add_argument("--tokens", type=int, default=100, help="of the answer, at most")

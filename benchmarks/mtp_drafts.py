@@ -8,20 +8,18 @@ is compared with the model's own choice there. What it says of large models is t
     python -m benchmarks.mtp_drafts --model DIR --repetitions 3
 """
 
-import argparse
-import json
 import random
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import runs
-from benchmarks.arms import print_rows
-from expertmesh.moe.util.terminal import ends_with_reader
+from benchmarks.commands import command, parser_of, print_rows, settings_line, write_lines
 
 TRAIN, HELD_OUT = 600, 20
 
@@ -52,16 +50,17 @@ def train(model: Path, data: Path, out: Path, steps: int, seed: int, *flags: str
 def accepted(path: Path, records: list[dict[str, str]]) -> float:
     """The share of drafts, over all answers, that are what the model says after the text and its own next token."""
     import expertmesh
-    from expertmesh.moe.experts.forward import Ahead, Forward, Targets
+    from expertmesh.moe.experts.forward import Ahead, Forward, Targets, current_forward
     from expertmesh.moe.experts.model_layers import decoder_layers
     from expertmesh.training.steps.evaluate import inference
 
     engine: Any = expertmesh.load(str(path), use_cpu=True, train_mtp=True)
     tokenizer, model, agreed = engine.tokenizer, engine.model, []
     drafts: list[torch.Tensor] = []
+    current: Any = current_forward
     # its drafts leave the layer by the current forward, and go through the head as the model's own states do
     layer = decoder_layers(model)[-1]
-    layer.register_forward_hook(lambda *_: drafts.append(_current().drafts_BSD))
+    layer.register_forward_hook(lambda *_: drafts.append(current().drafts_BSD))
     with inference(model):
         for record in records:
             text = tokenizer(record["prompt"] + "\n", add_special_tokens=True)["input_ids"]
@@ -77,17 +76,10 @@ def accepted(path: Path, records: list[dict[str, str]]) -> float:
     return float(torch.cat(agreed).mean())
 
 
-def _current() -> Any:
-    from expertmesh.moe.experts.forward import current_forward
-
-    return current_forward()
-
-
 def one_repetition(model: Path, work: Path, steps: int, seed: int) -> dict[str, float]:
     """The share before fine-tuning on the first kind, and after it on the second."""
     for kind in ("sum", "difference"):
-        lines = map(json.dumps, sentences(kind, TRAIN, seed))
-        (work / f"{kind}.jsonl").write_text("\n".join(lines) + "\n")
+        write_lines(sentences(kind, TRAIN, seed), work / f"{kind}.jsonl")
     held_out = {kind: sentences(kind, HELD_OUT, seed + 1000) for kind in ("sum", "difference")}
     whole = ("--train-mtp", "1", "--no-mtp-detach")
     first = train(model, work / "sum.jsonl", work / "first", steps, seed, *whole)
@@ -98,18 +90,18 @@ def one_repetition(model: Path, work: Path, steps: int, seed: int) -> dict[str, 
     return found
 
 
-@ends_with_reader
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, required=True, help="a small model whose checkpoint brings such a layer")
     parser.add_argument("--repetitions", type=int, default=3, metavar="N")
     parser.add_argument("--steps", type=int, default=150, metavar="N", help="of each of the three runs")
-    asked = parser.parse_args()
+    asked = parser.parse_args(argv)
     found = []
     for seed in range(asked.repetitions):
         with tempfile.TemporaryDirectory() as work:
             found.append(one_repetition(asked.model, Path(work), asked.steps, seed))
-    print(f"{asked.model.name}, {asked.steps} steps per run, {HELD_OUT} held-out answers, {asked.repetitions} seeds")
+    print(settings_line(asked, f"{HELD_OUT} held-out answers"))
     rows = []
     for name in found[0]:
         shares = [each[name] for each in found]

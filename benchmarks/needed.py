@@ -91,13 +91,6 @@ def carried(requirements: Collection[Requirement], has: Mapping[str, str], pytho
     return found
 
 
-def with_transformers(python_version: str) -> dict[str, str]:
-    """What a machine is taken to have of which nothing is known but that it runs transformers: this, torch, and all
-    that the two need."""
-    needs = [Requirement(each) for each in ("transformers", *(metadata.requires("torch") or []))]
-    return dict.fromkeys(carried(needs, {}, python_version), "")
-
-
 def listed(file: Path) -> dict[str, str]:
     """The packages and versions in what `pip list` or `pip freeze` has printed."""
     lines = (line.replace("==", " ").split() for line in file.read_text(encoding="utf-8").splitlines())

@@ -4,7 +4,10 @@ import os
 import shutil
 import signal
 import subprocess
+from collections.abc import Sequence
 from types import TracebackType
+
+from benchmarks import runs
 
 
 def can_make_networks() -> bool:
@@ -33,6 +36,20 @@ class Network:
     def inside(self, number: int, command: list[str]) -> list[str]:
         """The command, to be run on a node."""
         return ["ip", "netns", "exec", self.names[number], *command]
+
+    def start(self, ranks: int, flags: Sequence[str], *program: str, **variables: str) -> list[runs.Process]:
+        """A run under torchrun, half of whose ranks are on each node.
+
+        Args:
+            program: in the place of train_ep.py.
+        """
+        place = ("--nnodes", "2", "--master-addr", self.address, "--master-port", "29534", "--monitor-interval", "0.1")
+        nodes = []
+        for number in range(2):
+            words = runs.words_of(ranks // 2, flags, (*place, "--node-rank", str(number)), *program)
+            of_node = {**variables, "GLOO_SOCKET_IFNAME": self.interface(number)}
+            nodes.append(runs.start(self.inside(number, words), **of_node))
+        return nodes
 
     def __enter__(self) -> "Network":
         for name in self.names:

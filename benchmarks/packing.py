@@ -1,6 +1,6 @@
 """What packing gains over padding: `python -m benchmarks.packing --ranks 4 --ep-size 4`.
 
-Whole training steps (forward, backward, clipping, AdamW) of one random Mixtral, each variant in turn in every round:
+Whole training steps of one random Mixtral:
 
     padded to max         each sequence one sample, padded to --max-seq-length, as a fixed shape needs it
     padded                each sequence one sample, padded to the longest of the micro-batch: train_ep.py without flags
@@ -9,8 +9,8 @@ Whole training steps (forward, backward, clipping, AdamW) of one random Mixtral,
     packed                --packing
 
 All but `padded, larger batch` have the same flags: as many sequences per micro-batch, of at most --max-seq-length
-tokens. Padding is not counted. Lengths are those of --dataset, tokenised with --model's tokenizer, or else drawn from a
-log-normal distribution with the mean and spread of GSM8K's questions and answers.
+tokens. Padding is not counted. Lengths are drawn from a log-normal distribution with the mean and spread of GSM8K's
+questions and answers.
 """
 
 import argparse
@@ -18,21 +18,18 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 from benchmarks import arms
-from benchmarks.arms import Arm, Figures, Rounds, ratio
-from expertmesh.moe.util.terminal import ends_with_reader
+from benchmarks.arms import Arm, Benchmark, Figures, Rounds, ratio
+from benchmarks.commands import command, parser_of, print_rows, settings_line
+from benchmarks.small_models import random_mixtral
 from expertmesh.training.data.batch import IGNORED, Batch, collate
-from expertmesh.training.data.chat import set_chat_template
-from expertmesh.training.data.sample_cache import load_samples
 from expertmesh.training.data.samples import Samples
 from expertmesh.training.data.sequences import DataOrder, make_rows
-from expertmesh.training.data.tokenizing import DataOptions
 from expertmesh.training.engine.engine import Engine
 
 VARIANTS = ("padded to max", "padded", "grouped", "padded, larger batch", "packed")
@@ -40,46 +37,27 @@ VARIANTS = ("padded to max", "padded", "grouped", "padded, larger batch", "packe
 LOG_MEAN, LOG_SPREAD = 5.2, 0.38
 
 
-@ends_with_reader
+@command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--ep-size", type=int, default=4)
-    parser.add_argument("--model", default="", help="directory with a config.json and a tokenizer, instead of sizes")
-    parser.add_argument("--dataset", default="", help="instead of drawn lengths; needs --model")
-    parser.add_argument("--max-seq-length", type=int, default=1024)
-    parser.add_argument("--rows", type=int, default=4, help="sequences per rank and micro-batch")
-    parser.add_argument("--steps", type=int, default=3, help="in each turn, after one that is not measured")
-    arms.add_step_flags(parser, rounds=3, width=256, experts=896, layers=6, vocabulary=4096)
-    arguments = parser.parse_args(argv)
+    sizes = dict(hidden_size=256, intermediate_size=896, layers=6, vocabulary=4096)
+    parser = parser_of(__doc__, ranks=4, ep_size=4, max_seq_length=1024, rows=4, steps=3, rounds=3, json=None, **sizes)
+    return Benchmark("benchmarks.packing", arms_of, save_model, measure, report).main(parser.parse_args(argv), argv)
+
+
+def arms_of(arguments: argparse.Namespace) -> list[Arm]:
     on_gpu = torch.cuda.is_available()
     settings = dict(ep_size=arguments.ep_size, packing=True, bf16=on_gpu, use_cpu=not on_gpu)
-    return arms.command(
-        "benchmarks.packing",
-        arguments,
-        argv,
-        [Arm(name, arguments.ranks, settings) for name in VARIANTS],
-        partial(save_model, arguments),
-        partial(measure, arguments),
-        partial(report, arguments),
-    )
+    return [Arm(name, arguments.ranks, settings) for name in VARIANTS]
 
 
 def save_model(arguments: argparse.Namespace, path: Path) -> None:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    if arguments.model:
-        torch.manual_seed(0)
-        model = MixtralForCausalLM(MixtralConfig.from_pretrained(arguments.model))
-    else:
-        model = arms.random_mixtral(arguments, max_position_embeddings=arguments.max_seq_length)
-    model.save_pretrained(path)
+    random_mixtral(arguments, max_position_embeddings=arguments.max_seq_length).save_pretrained(path)
 
 
 def measure(arguments: argparse.Namespace, arm: Arm, model: Path) -> Figures:
     """On each rank: a step of each of several global batches."""
     made = arm.made(model)
-    samples = read_samples(arguments) if arguments.dataset else draw_samples(arguments)
+    samples = draw_samples(arguments)
     batches = [batch.to(made.engine.ranks.device) for batch in batches_of(arm.name, samples, arguments, made.engine)]
     in_turn = iter(batches)
     figures = arms.steps_of(lambda: made.step([next(in_turn)]), arguments.steps, made.engine.ranks.device)
@@ -103,14 +81,6 @@ def batches_of(variant: str, samples: Samples, arguments: argparse.Namespace, en
         (forward,) = order.micro_batches(step, engine.data_rank)
         batch = collate([rows[row] for row in forward])
         yield pad_to(batch, arguments.max_seq_length) if variant == "padded to max" else batch
-
-
-def read_samples(arguments: argparse.Namespace) -> Samples:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    set_chat_template(tokenizer, "")
-    return load_samples("--dataset", [arguments.dataset], tokenizer, DataOptions(arguments.max_seq_length), 0)
 
 
 def draw_samples(arguments: argparse.Namespace, number: int = 4000) -> Samples:
@@ -149,12 +119,11 @@ def pad_to(batch: Batch, length: int) -> Batch:
 
 def report(arguments: argparse.Namespace, rounds: Rounds) -> None:
     of_all = next(iter(rounds.values()))[0].more
-    print(
-        f"{arms.machine()}; {arguments.ranks} ranks, ep {arguments.ep_size}, {of_all['parameters'] / 1e6:.1f} M "
-        f"parameters, {arguments.rows} sequences of {arguments.max_seq_length} tokens at most, samples of "
-        f"{of_all['length']:.0f} tokens on average; median of {arguments.rounds} rounds of {arguments.steps} steps, "
-        "variants interleaved"
+    size, length = (
+        f"{of_all['parameters'] / 1e6:.1f} M parameters",
+        f"samples of {of_all['length']:.0f} tokens on average",
     )
+    print(settings_line(arguments, size, length, "medians"))
     speeds = {name: [one.more["tokens"] / sum(one.seconds) for one in of] for name, of in rounds.items()}
     rows = []
     for name, figures in rounds.items():
@@ -170,7 +139,7 @@ def report(arguments: argparse.Namespace, rounds: Rounds) -> None:
                 "tokens/CPU-s": f"{statistics.median(counted['tokens'] / sum(f.cpu_seconds) for f in figures):,.0f}",
             }
         )
-    arms.print_rows(rows)
+    print_rows(rows)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 measured: settings of small random models on this machine's CPU, each on ranks that are started afresh. The peak is
 VmHWM, the most that a rank's process ever held, less what it held before its model was built and after a step of the
 same model with fewer layers, in which libraries compile code and make buffers for these shapes. What is freed goes back
-to the system at once (benchmarks.arms.GIVEN_BACK); with --default-malloc it does not, and the difference is
-malloc's slack. Bytes are counted at the collectives of one step. Every expert gets equally many tokens, as the forecast
-assumes. Seconds are the median of 3 steps; the forecast goes by rates that the same ranks measure.
+to the system at once (benchmarks.arms.GIVEN_BACK). Bytes are counted at the collectives of one step. Every expert gets
+equally many tokens, as the forecast assumes. Seconds are the median of 3 steps; the forecast goes by rates that the
+same ranks measure.
 
 rehearsed: models at full size on 8 to 1,024 GPUs: what dry runs of short models tell of all layers, beside a dry run of
 these (`benchmarks.rehearsed`).
@@ -15,28 +15,26 @@ published: figures of others' runs, with every assumption said; none is fitted t
 
 import argparse
 import gc
-import os
 import statistics
 import sys
 import tempfile
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from torch import Tensor
 from transformers import CONFIG_MAPPING
 
 from benchmarks import arms
 from benchmarks.arms import GIVEN_BACK, MB
-from benchmarks.published import published
+from benchmarks.commands import command, machine, parser_of, print_rows, write_json
+from benchmarks.published import print_published
 from benchmarks.rehearsed import print_rehearsed
 from benchmarks.traffic import CountTraffic
-from benchmarks.variants import forced_experts
+from benchmarks.variants import balance_routing
 from expertmesh.moe.experts.lora import store_frozen
-from expertmesh.moe.experts.model_layers import moe_layers
-from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.sharding.collectives.context_parallel import CPGroup
 from expertmesh.sharding.mesh import Mesh, build_mesh
 from expertmesh.sharding.parallelize.choices import Checkpointing
@@ -49,14 +47,13 @@ from expertmesh.training.data.batch import Batch, collate
 from expertmesh.training.data.samples import Sample
 from expertmesh.training.engine.assembly import compute_dtype
 from expertmesh.training.loss.balance import LossWeights
-from expertmesh.training.model_setup.rates import rates_from
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.planning.imbalance import GivenRouting
 from expertmesh.training.planning.planner.account import Account
 from expertmesh.training.planning.planner.asked import Asked
 from expertmesh.training.planning.planner.costs import Cluster
 from expertmesh.training.planning.planner.forecasts import Forecasts
-from expertmesh.training.planning.planner.hardware import Device, Hardware, Link
+from expertmesh.training.planning.planner.hardware import Hardware, load_measured, save_measured
 from expertmesh.training.planning.rehearsal.building import build_rehearsed
 from expertmesh.training.planning.this_machine import CPU
 from expertmesh.training.steps.step import train_step
@@ -65,7 +62,7 @@ NO_LOSSES = LossWeights(0.0, 0.0)
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 PARTS = ("measured", "rehearsed", "published")
 WORLD_SIZE = 4
-MODULE = "benchmarks.plan_accuracy"
+HARDWARE = "hardware.json"
 MOST_ERROR = 0.05
 """What the memory forecast is held to, of the measured peak."""
 
@@ -158,18 +155,6 @@ def cases() -> list[Case]:
     return found
 
 
-def balance_routing(model: Any) -> None:
-    """Have token t choose experts t·K, t·K + 1, ... in place of the router's, all of which then get equally many."""
-
-    def chosen_in_turn(router: Any, inputs: Any, routing: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
-        logits_TE, weights_TK, _ = routing
-        (num_tokens, num_experts), top_k = logits_TE.shape, weights_TK.shape[1]
-        return logits_TE, weights_TK, forced_experts(num_tokens, num_experts, top_k, logits_TE.device)
-
-    for layer in moe_layers(model):
-        model.get_submodule(layer.router).register_forward_hook(chosen_in_turn)
-
-
 def full_batch(config: TrainConfig, vocabulary: int, seed: int, cp_group: CPGroup | None = None) -> Batch:
     """Random tokens that fill every sequence; all but the first of a sequence are learned. cp_group: whose ranks share
     them, each with its part."""
@@ -204,19 +189,16 @@ def shard_run(
     return build_optimizer(model.train(), config, mesh), mesh
 
 
-@ends_with_reader
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = parser_of(__doc__, json=None)
     parser.add_argument("parts", nargs="*", default=PARTS, help=f"what to compare with: {', '.join(PARTS)}")
-    parser.add_argument("--default-malloc", action="store_true", help="leave malloc's thresholds as they are")
     parser.add_argument("--only", default="", help="measured settings whose description contains this")
-    parser.add_argument("--json", type=Path, default=None, help="also write what was measured here")
-    parser.add_argument("--worker", nargs=2, default=None, help=argparse.SUPPRESS)
-    parser.add_argument("--untimed", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker is not None:
-        directory, number = arguments.worker
-        return arms.as_rank(Path(directory), measure(cases()[int(number)], not arguments.untimed))
+    parser.add_argument("--untimed", action="store_true", help="measure memory and bytes alone")
+    arguments = parser.parse_args(argv)
+    if (rank := arms.worker()) is not None:
+        directory, number = rank
+        return arms.as_rank(directory, measure(cases()[int(number)], directory, not arguments.untimed))
     if unknown := set(arguments.parts) - set(PARTS):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     if "measured" in arguments.parts:
@@ -224,29 +206,28 @@ def main() -> int:
     if "rehearsed" in arguments.parts:
         print_rehearsed()
     if "published" in arguments.parts:
-        for told in published():
-            print(told, flush=True)
+        print_published()
     return 0
 
 
 def print_measured(arguments: argparse.Namespace) -> None:
-    print(f"{WORLD_SIZE} ranks, fp32, CPU, torch {torch.__version__}, {os.cpu_count()} cores; MB are 10^6 bytes")
+    print(f"{machine()}; {WORLD_SIZE} ranks, fp32; MB are 10^6 bytes")
     figures = []
     for number, case in enumerate(cases()):
         if arguments.only in str(case):
-            figures.append(run(number, case, arguments.default_malloc))
+            figures.append(run(number, case, not arguments.untimed))
             # minutes in all: what is known is told at once
             print(f"{case}: {error(figures[-1]):+.1%}", file=sys.stderr, flush=True)
-    arms.print_rows([row(f) for f in figures], text=["peak at"])
+    print_rows([row(f) for f in figures], text=["peak at"])
     within = sum(abs(error(f)) <= MOST_ERROR for f in figures)
     exact = sum(f["bytes_forecast"] == f["bytes_measured"] for f in figures)
     print(f"memory within {MOST_ERROR:.0%}: {within} of {len(figures)}; bytes exact: {exact} of {len(figures)}\n")
-    arms.write_json(arguments.json, figures)
+    write_json(arguments.json, figures)
 
 
 def row(f: dict[str, Any]) -> dict[str, str]:
     sent, counted = (sum(f[name].values()) / MB for name in ("bytes_forecast", "bytes_measured"))
-    return {
+    found = {
         "setting": f["case"],
         "before MB": f"{f['before'] / MB:.0f}",
         "forecast": f"{f['memory_forecast'] / MB:.1f}",
@@ -255,9 +236,8 @@ def row(f: dict[str, Any]) -> dict[str, str]:
         "peak at": f["when"],
         "sent MB": f"{sent:.2f}",
         "counted": f"{counted:.2f}",
-        "s": f"{f['seconds']:.2f}",
-        "s forecast": f"{f['seconds_forecast']:.2f}",
     }
+    return found | {of: f"{f[of]:.2f}" for of in ("seconds", "seconds forecast") if of in f}
 
 
 def error(f: dict[str, Any]) -> float:
@@ -265,22 +245,22 @@ def error(f: dict[str, Any]) -> float:
     return float(f["memory_forecast"] / f["memory_measured"] - 1)
 
 
-def run(number: int, case: Case, default_malloc: bool = False, is_timed: bool = True) -> dict[str, Any]:
+def run(number: int, case: Case, is_timed: bool = True) -> dict[str, Any]:
     """The forecast of one case, and what fresh ranks took; of these, the one with the highest peak.
 
     Args:
         number: of the case, in `cases()`.
         is_timed: whether steps are timed and forecast too.
     """
-    with tempfile.TemporaryDirectory() as directory:
-        flags = [] if is_timed else ["--untimed"]
-        variables = None if default_malloc else GIVEN_BACK
-        figures = arms.on_ranks(MODULE, flags, WORLD_SIZE, Path(directory), str(number), variables=variables)
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        flags = ["--untimed"] * (not is_timed)
+        figures = arms.on_ranks("benchmarks.plan_accuracy", flags, WORLD_SIZE, directory, str(number), **GIVEN_BACK)
+        hardware = load_measured(directory / HARDWARE) if is_timed else CPU
     worst: dict[str, Any] = max(figures, key=lambda f: f["memory_measured"])
-    hardware = _hardware(worst["hardware"]) if is_timed else CPU
     account = forecast(case, hardware)
     if is_timed:
-        worst["seconds_forecast"] = account.time.total
+        worst["seconds forecast"] = account.time.total
     return worst | {
         "case": str(case),
         "when": account.memory.when,
@@ -298,13 +278,8 @@ def forecast(case: Case, hardware: Hardware = CPU) -> Account:
     return forecasts.account(Asked(case.config, WORLD_SIZE, cluster, routing=routing, device="cpu"))
 
 
-def _hardware(told: dict[str, Any]) -> Hardware:
-    links = dict(inside=Link(**told["inside"]), between=Link(**told["between"]))
-    return Hardware(**{**told, **links, "device": Device(**told["device"]), "rates": rates_from(told["rates"])})
-
-
-def measure(case: Case, is_timed: bool) -> list[dict[str, Any]]:
-    """On each rank: figures of one case, of each rank."""
+def measure(case: Case, directory: Path, is_timed: bool) -> list[dict[str, Any]]:
+    """On each rank: figures of one case, of each rank; in the directory what they run on."""
     ranks = start_process_group(use_cpu=True, timeout_seconds=300)
     warm_up(case, ranks.device)
     gc.collect()
@@ -328,7 +303,9 @@ def measure(case: Case, is_timed: bool) -> list[dict[str, Any]]:
     if is_timed:
         speeds = check_groups(mesh, 4 * model_config.hidden_size, ranks.device, WORLD_SIZE)
         figures["seconds"] = statistics.median(timed.seconds)
-        figures["hardware"] = asdict(measured_hardware(speeds, WORLD_SIZE, ranks.device))
+        hardware = measured_hardware(speeds, WORLD_SIZE, ranks.device)
+        if ranks.rank == 0:
+            save_measured(hardware, directory / HARDWARE)
     return arms.gathered(figures)
 
 

@@ -7,18 +7,13 @@ chat template, and `practice/train.jsonl` and `practice/test.jsonl`, which have
 no question in common.
 """
 
-import argparse
-import json
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from benchmarks.byte_pairs import save_byte_pairs
-from expertmesh.moe.util.terminal import ends_with_reader
+from benchmarks.commands import command, parser_of, write_lines
+from benchmarks.small_models import save_byte_pairs, save_model
 from expertmesh.training.data.templates import built_in_template
 
 NAMES = ("Ana", "Ben", "Chloe", "David", "Emma", "Finn", "Grace", "Hugo")
@@ -39,26 +34,21 @@ SIZES = {
     "max_position_embeddings": 4096,
     "initializer_range": 0.05,
 }
-"""By names that configs of several families have; a config takes those that are its own."""
 
 
-@ends_with_reader
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--output-dir", type=Path, default=Path("practice"), help="what it holds under these names is replaced"
-    )
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = parser_of(__doc__, seed=0)
+    parser.add_argument("--output-dir", type=Path, default=Path("practice"), help="files in it are replaced")
     parser.add_argument("--family", default="qwen3_moe", help="model_type of the model, as in its config.json")
     parser.add_argument("--records", type=int, default=4000, help="in train.jsonl; a tenth as many in test.jsonl")
-    parser.add_argument("--seed", type=int, default=0, help="of the data and the model")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     out: Path = arguments.output_dir
-    out.mkdir(parents=True, exist_ok=True)
     train, test = make_records(arguments.records, arguments.seed)
     for name, records in (("train", train), ("test", test)):
-        (out / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        write_lines(records, out / f"{name}.jsonl")
     save_tokenizer(out / "model", (f"{record['question']}\n{record['answer']}" for record in train))
-    parameters = save_model(out / "model", arguments.family, arguments.seed)
+    parameters = save_model(out / "model", arguments.family, arguments.seed, SIZES)
     print(f"{out / 'model'}: {arguments.family}, {parameters:,} parameters")
     print(f"{out / 'train.jsonl'}: {len(train):,} records; {out / 'test.jsonl'}: {len(test):,} records")
     return 0
@@ -108,29 +98,6 @@ def save_tokenizer(path: Path, texts: Iterable[str]) -> None:
         additional_special_tokens=list(SPECIAL),
         chat_template=built_in_template("chatml"),
     )
-
-
-def save_model(path: Path, family: str, seed: int) -> int:
-    """A random model with the tokenizer's vocabulary; its number of parameters."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    own = AutoConfig.for_model(family).to_dict()
-    sizes: dict[str, Any] = {name: size for name, size in SIZES.items() if name in own}
-    config = AutoConfig.for_model(
-        family,
-        **sizes,
-        vocab_size=len(tokenizer),
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    torch.manual_seed(seed)
-    model: Any = AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(path)
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.ended import MARK, kill_all
@@ -29,18 +29,14 @@ class Missing(Exception):
 
 
 @ends_with_reader
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--use-cpu", action="store_true", help="what of this a CPU has")
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=85,
-        help="that a check may take; on a machine that has just begun, torch is read from the disk (default: 85)",
-    )
+    # on a machine that has just begun, torch is read from the disk
+    parser.add_argument("--seconds", type=float, default=85, help="that a check may take (default: 85)")
     parser.add_argument("--json", type=Path, help="also write what was found here")
     parser.add_argument("--check", choices=CHECKS, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     device = "cpu" if arguments.use_cpu else "cuda"
     if arguments.check is not None:
         return check(arguments.check, device)

@@ -4,12 +4,15 @@ What a publication does not say is assumed, and said; where that decides, severa
 first one counts. Our step stands for theirs, also where they have what ours has not.
 """
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from math import exp, inf, log
 from typing import Any, Literal
 
+from benchmarks.commands import print_rows
 from benchmarks.rehearsed import model_config
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.planning.imbalance import EVEN, GivenRouting
@@ -27,13 +30,26 @@ NEAR = {"GiB": 0.10, "tok/s": 0.25, "TFLOP/s": 0.25}
 """How near a forecast is to be, by unit; TFLOP/s count where tokens are not told."""
 
 
+FULL = dict(gradient_checkpointing="full")
+BF16_STATE, FP32_STATE = dict(optim="adamw_bf16"), dict(optim="adamw_torch_fused")
+WHOLE_LOGITS, LOOP = dict(cross_entropy="full"), dict(expert_kernel="loop")
+AUTOMODEL = BF16_STATE | dict(reshard_after_forward=False)
+EACH: dict[str, Any] = dict(dispatch="plain")
+IN_TURN: dict[str, Any] = EACH | dict(in_turn=True)
+"""Not of train_ep.py: Automodel's balanced gate (`FakeBalancedGate` of its `components/moe/layers.py`) gives token t
+the experts t·K, t·K + 1, ..., which lie on one rank or two, and DeepEP sends a token once to a rank, or to a node."""
+ONCE = "a token goes to each rank or node once (DeepEP); Transformer Engine's kernels; no clipping"
+GB = 1e9 / 2**30
+SENT: Sequence[tuple[str, dict[str, Any]]] = (("sent as theirs", IN_TURN), ("to each expert", EACH))
+
+
 @dataclass(frozen=True)
 class Row:
     """A published figure.
 
     Attributes:
         who: published it, and of what.
-        model: a key of MODELS.
+        model: a directory of `benchmarks.rehearsed.PUBLISHED`.
         figures: what they published, by unit.
         flags: of train_ep.py, that come nearest to their run. assumed: each of several sets of further flags, with what
             it assumes.
@@ -47,22 +63,10 @@ class Row:
     hardware: Hardware
     figures: dict[Unit, float]
     flags: dict[str, Any]
-    assumed: Sequence[tuple[str, dict[str, Any]]]
+    assumed: Sequence[tuple[str, dict[str, Any]]] = SENT
     unknown: str = ""
     theirs: str = ""
     is_balanced: bool = False
-
-
-FULL = dict(gradient_checkpointing="full")
-BF16_STATE, FP32_STATE = dict(optim="adamw_bf16"), dict(optim="adamw_torch_fused")
-WHOLE_LOGITS, LOOP = dict(cross_entropy="full"), dict(expert_kernel="loop")
-AUTOMODEL = BF16_STATE | dict(reshard_after_forward=False)
-EACH: dict[str, Any] = dict(dispatch="plain")
-IN_TURN: dict[str, Any] = EACH | dict(in_turn=True)
-"""Not of train_ep.py: Automodel's balanced gate (`FakeBalancedGate` of its `components/moe/layers.py`) gives token t
-the experts t·K, t·K + 1, ..., which lie on one rank or two, and DeepEP sends a token once to a rank, or to a node."""
-ONCE = "a token goes to each rank or node once (DeepEP); Transformer Engine's kernels; no clipping"
-GB = 1e9 / 2**30
 
 
 NOT_FLAGS = ("in_turn", "turns")
@@ -76,25 +80,25 @@ def pipeline(pp_size: int, chunks: int, micro_batches: int, turns: int = 1) -> d
 
 ROWS = (
     Row(
-        "FSDP2 alone", "Mixtral 8x7B", 8, A100, {"GiB": 54_163 / 1024},
+        "FSDP2 alone", "mixtral-8x7b", 8, A100, {"GiB": 54_163 / 1024},
         dict(ep_size=1, **FULL, **BF16_STATE),
         [(f"{n:,} tokens", dict(max_seq_length=n)) for n in (1024, 256, 4096)],
         "tokens per micro-batch; all state in bf16 (16 bytes per parameter would be 87 GiB), full checkpointing",
     ),
     Row(
-        "EP8, MegaBlocks", "Mixtral 8x7B", 8, A100, {"GiB": 46_692 / 1024},
+        "EP8, MegaBlocks", "mixtral-8x7b", 8, A100, {"GiB": 46_692 / 1024},
         dict(ep_size=8, **FULL, **BF16_STATE),
         [(f"{n:,} tokens", dict(max_seq_length=n)) for n in (1024, 256, 4096)],
         "as above",
     ),
     Row(
-        "EP8, ScatterMoE", "Mixtral 8x7B", 8, A100, {"tok/s": 414.0},
+        "EP8, ScatterMoE", "mixtral-8x7b", 8, A100, {"tok/s": 414.0},
         dict(ep_size=8, **FULL, **BF16_STATE),
         [(f"{n:,} tokens", dict(max_seq_length=n)) for n in (512, 256, 1024)],
         "tokens per micro-batch, the link between GPUs, what of data and logging is in the figure",
     ),
     Row(
-        "Megatron-Core 0.9", "Mixtral 8x7B", 64, H100, {"TFLOP/s": 468.0},
+        "Megatron-Core 0.9", "mixtral-8x7b", 64, H100, {"TFLOP/s": 468.0},
         dict(ep_size=8),
         [(f"{n} x 4,096", dict(per_device_train_batch_size=n)) for n in (2, 1)],
         "sequences per micro-batch, GPUs, recomputation (none assumed)",
@@ -102,114 +106,109 @@ ROWS = (
         is_balanced=True,
     ),
     Row(
-        "trl, FSDP2 alone, sdpa", "Qwen3 30B-A3B", 16, H100, {"tok/s": 3_888.0, "GiB": 68 * GB},
+        "trl, FSDP2 alone, sdpa", "qwen3-30b-a3b", 16, H100, {"tok/s": 3_888.0, "GiB": 68 * GB},
         dict(ep_size=1, max_seq_length=16384, **FULL),
         [("a loop over experts, whole logits", WHOLE_LOGITS | LOOP), ("grouped, whole", WHOLE_LOGITS), ("chunked", {})],
         "whether experts are looped over; fp32 state assumed",
     ),
     Row(
-        "trl, EP8, SonicMoE, FA3", "Qwen3 30B-A3B", 16, H100, {"tok/s": 6_808.0, "GiB": 57.8 * GB},
+        "trl, EP8, SonicMoE, FA3", "qwen3-30b-a3b", 16, H100, {"tok/s": 6_808.0, "GiB": 57.8 * GB},
         dict(ep_size=8, max_seq_length=16384, **FULL),
         [("whole logits", WHOLE_LOGITS), ("chunked", {}), ("chunked, bf16 state", BF16_STATE)],
         theirs="SonicMoE's kernels, flash attention 3; state assumed fp32",
     ),
     Row(
-        "Automodel", "Qwen3 30B-A3B", 8, H100, {"tok/s": 12_040.0, "TFLOP/s": 277.0},
+        "Automodel", "qwen3-30b-a3b", 8, H100, {"tok/s": 12_040.0, "TFLOP/s": 277.0},
         dict(ep_size=8, per_device_train_batch_size=4, gradient_accumulation_steps=16, **FULL, **AUTOMODEL),
-        [("sent as theirs", IN_TURN), ("to each expert", EACH)],
         theirs=ONCE, is_balanced=True,
     ),
     Row(
-        "ms-swift, pp 2", "Qwen3 30B-A3B", 16, replace(A100, name="A800"), {"GiB": 60.0, "tok/s": 8192 / 9.6},
+        "ms-swift, pp 2", "qwen3-30b-a3b", 16, replace(A100, name="A800"), {"GiB": 60.0, "tok/s": 8192 / 9.6},
         dict(ep_size=8, max_seq_length=8192, **FULL),
         [("2 micro-batches", pipeline(2, 1, 2)), ("no pipeline", {})],
         "sequences per step (one per GPU assumed)",
         "non-expert parameters are replicated",
     ),
     Row(
-        "trl#6869", "Qwen3 30B-A3B", 8, H100, {"GiB": 34 * GB},
+        "trl#6869", "qwen3-30b-a3b", 8, H100, {"GiB": 34 * GB},
         dict(ep_size=8, max_seq_length=2048, **BF16_STATE),
         [("full", FULL)],
         "state in bf16 (fp32 would be 57 GiB)",
         "non-expert parameters are replicated",
     ),
     Row(
-        "Bridge, FP8", "Qwen3 30B-A3B", 16, H100, {"tok/s": 8_901.0, "TFLOP/s": 205.0},
+        "Bridge, FP8", "qwen3-30b-a3b", 16, H100, {"tok/s": 8_901.0, "TFLOP/s": 205.0},
         dict(ep_size=16, per_device_train_batch_size=2, gradient_accumulation_steps=16, **BF16_STATE),
         [("experts in fp8", dict(expert_precision="fp8")), ("bf16", {})],
         "sequences per micro-batch, recomputation",
         "all matmuls in FP8", is_balanced=True,
     ),
     Row(
-        "Automodel", "GPT-OSS 20B", 8, H100, {"tok/s": 13_058.0, "TFLOP/s": 279.0},
+        "Automodel", "gpt-oss-20b", 8, H100, {"tok/s": 13_058.0, "TFLOP/s": 279.0},
         dict(ep_size=8, per_device_train_batch_size=2, gradient_accumulation_steps=16, **AUTOMODEL),
         [("full, sent as theirs", FULL | IN_TURN), ("full, to each expert", FULL | EACH), ("none, as theirs", IN_TURN)],
         theirs=ONCE + "; FlexAttention", is_balanced=True,
     ),
     Row(
-        "Automodel", "GPT-OSS 120B", 64, H100, {"tok/s": 7_626.0, "TFLOP/s": 231.0},
+        "Automodel", "gpt-oss-120b", 64, H100, {"tok/s": 7_626.0, "TFLOP/s": 231.0},
         dict(ep_size=64, per_device_train_batch_size=2, gradient_accumulation_steps=4, **BF16_STATE),
-        [("sent as theirs", IN_TURN), ("to each expert", EACH)],
         theirs=ONCE + "; FlexAttention", is_balanced=True,
     ),
     Row(
-        "Bridge, pp 4 ep 8", "GPT-OSS 120B", 64, H100, {"tok/s": 5_810.0},
+        "Bridge, pp 4 ep 8", "gpt-oss-120b", 64, H100, {"tok/s": 5_810.0},
         dict(ep_size=8, per_device_train_batch_size=4, **BF16_STATE, **pipeline(4, 1, 8)),
         [("no recomputation", {}), ("full", FULL)],
         "recomputation",
         "Megatron's kernels", is_balanced=True,
     ),
     Row(
-        "axolotl, 8 x 48 GB", "GPT-OSS 20B", 8, H100, {"GiB": 36.0},
+        "axolotl, 8 x 48 GB", "gpt-oss-20b", 8, H100, {"GiB": 36.0},
         dict(ep_size=1, gradient_accumulation_steps=2, offload_activations=True, **FULL),
         [("8-bit state", dict(optim="adamw_torch_8bit")), ("bf16 state", BF16_STATE)],
         "published: what is reserved; theirs: 8-bit state beside weights in bf16, where ours are fp32",
     ),
     Row(
-        "axolotl, 4 x 80 GB", "GPT-OSS 20B", 4, H100, {"GiB": 46.0},
+        "axolotl, 4 x 80 GB", "gpt-oss-20b", 4, H100, {"GiB": 46.0},
         dict(ep_size=1, gradient_accumulation_steps=2, offload_activations=True, **FULL),
         [("8-bit state", dict(optim="adamw_torch_8bit")), ("bf16 state", BF16_STATE)],
         "as above",
     ),
     Row(
-        "trl#6869", "GLM-4.5-Air", 64, H100, {"GiB": 41 * GB},
+        "trl#6869", "glm-4.5-air", 64, H100, {"GiB": 41 * GB},
         dict(ep_size=32, max_seq_length=2048, **FULL),
         [("fp32 state", FP32_STATE), ("bf16 state", BF16_STATE)],
         "optimizer",
         "non-expert parameters are sharded over 2 ranks",
     ),
     Row(
-        "trl#6869, LoRA", "GLM-4.6", 16, H100, {"GiB": 73 * GB, "tok/s": 2048 / 4.4},
+        "trl#6869, LoRA", "glm-4.6", 16, H100, {"GiB": 73 * GB, "tok/s": 2048 / 4.4},
         dict(ep_size=16, max_seq_length=2048, **FULL, adapter="lora"),
         [("ep 16", {}), ("ep 8", dict(ep_size=8))],
         "EP size, LoRA's targets, sequences per step (one per GPU assumed)",
     ),
     Row(
-        "Automodel, pp 4 vp 8", "DeepSeek-V3", 256, H100, {"tok/s": 1_002.0, "TFLOP/s": 250.0},
+        "Automodel, pp 4 vp 8", "deepseek-v3", 256, H100, {"tok/s": 1_002.0, "TFLOP/s": 250.0},
         dict(ep_size=64, **FULL, **AUTOMODEL, **pipeline(4, 8, 8)),
-        [("sent as theirs", IN_TURN), ("to each expert", EACH)],
         theirs=ONCE, is_balanced=True,
     ),
     Row(
-        "Automodel, pp 4 vp 8", "DeepSeek-V3", 1024, H100, {"tok/s": 865.0, "TFLOP/s": 216.0},
+        "Automodel, pp 4 vp 8", "deepseek-v3", 1024, H100, {"tok/s": 865.0, "TFLOP/s": 216.0},
         dict(ep_size=64, **FULL, **AUTOMODEL, **pipeline(4, 8, 8, turns=4)),
-        [("sent as theirs", IN_TURN), ("to each expert", EACH)],
         theirs=ONCE, is_balanced=True,
     ),
     Row(
-        "PyTorch, NCCL", "DeepSeek-V3", 256, B200, {"tok/s": 651.0},
+        "PyTorch, NCCL", "deepseek-v3", 256, B200, {"tok/s": 651.0},
         dict(ep_size=64, **FULL, **BF16_STATE, **EACH),
         [("ep 64, full", {}), ("ep 8", dict(ep_size=8)), ("pp 4 vp 4, 16", pipeline(4, 4, 16))],
         "parallel layout, batch; with DeepEP they have 859",
     ),
     Row(
-        "Automodel, pp 8 vp 4", "Kimi K2", 256, H100, {"tok/s": 924.0, "TFLOP/s": 189.0},
+        "Automodel, pp 8 vp 4", "kimi-k2", 256, H100, {"tok/s": 924.0, "TFLOP/s": 189.0},
         dict(ep_size=32, **FULL, **AUTOMODEL, **pipeline(8, 4, 8, turns=2)),
-        [("sent as theirs", IN_TURN), ("to each expert", EACH)],
         theirs=ONCE, is_balanced=True,
     ),
     Row(
-        "Bridge, FP8, tp 2 pp 8 vp 4", "Qwen3 235B-A22B", 256, H100, {"tok/s": 1_686.0, "TFLOP/s": 250.0},
+        "Bridge, FP8, tp 2 pp 8 vp 4", "qwen3-235b-a22b", 256, H100, {"tok/s": 1_686.0, "TFLOP/s": 250.0},
         dict(ep_size=32, **BF16_STATE, expert_precision="fp8"),
         [
             ("pp 8 vp 4, full", FULL | pipeline(8, 4, 32)),
@@ -219,7 +218,7 @@ ROWS = (
         "all matmuls in FP8, tensor parallelism", is_balanced=True,
     ),
     Row(
-        "ms-swift, LoRA", "Qwen3 30B-A3B", 2, H100, {"GiB": 62.0},
+        "ms-swift, LoRA", "qwen3-30b-a3b", 2, H100, {"GiB": 62.0},
         dict(ep_size=2, max_seq_length=2048, per_device_train_batch_size=8, **FULL, adapter="lora", lora_rank=8),
         [("whole logits", WHOLE_LOGITS), ("chunked", {})],
         "whole logits, of sequences as long as the longest, are assumed; what was counted",
@@ -286,40 +285,45 @@ def sending(hardware: Hardware, share: float) -> Hardware:
     return replace(hardware, rates=replace(rates, attained=tuple(attained)))
 
 
-def published() -> Iterator[str]:
-    """Lines: the table, row by row, its summary, and the speed-up of EP."""
-    yield "Published, and forecast with nothing fitted. GiB are of tensors. The first assumption counts."
-    yield (
-        f"{'who':<29}{'model':<17}{'GPUs':>5}{'published':>16}{'forecast':>10}{'ratio':>7}  {'assumed':<28}"
-        "by other assumptions"
-    )
+def print_published() -> None:
+    """The table, its summary, and the speed-up of EP."""
     known: dict[Unit, list[float]] = {"GiB": [], "tok/s": []}
     nearest: list[float] = []
     unknown: list[float] = []
+    rows = []
     for row in ROWS:
+        print(f"{row.who}, {row.model}", file=sys.stderr, flush=True)
         found = [(said, forecast(row, further)) for said, further in row.assumed]
         for unit, value in row.figures.items():
             ratios = [figures[unit] / value for _, figures in found]
-            others = "; ".join(f"{said} {figures[unit]:,.{_digits(unit)}f}" for said, figures in found[1:])
-            shown = f"{value:,.{_digits(unit)}f} {unit}"
-            yield (
-                f"{row.who:<29}{row.model:<17}{row.gpus:>5}{shown:>16}{found[0][1][unit]:>10,.{_digits(unit)}f}"
-                f"{ratios[0]:>7.2f}  {found[0][0]:<28}{others}"
+            digits = 1 if unit == "GiB" else 0
+            rows.append(
+                {
+                    "who": row.who,
+                    "model": row.model,
+                    "GPUs": row.gpus,
+                    "published": f"{value:,.{digits}f} {unit}",
+                    "forecast": f"{found[0][1][unit]:,.{digits}f}",
+                    "ratio": f"{ratios[0]:.2f}",
+                    "assumed": found[0][0],
+                    "by other assumptions": "; ".join(f"{said} {each[unit]:,.{digits}f}" for said, each in found[1:]),
+                    "routing": "balanced" if row.is_balanced else "natural",
+                    "not known": row.unknown,
+                    "theirs": row.theirs,
+                }
             )
             if unit == "GiB":
                 known["GiB"].append(ratios[0])
                 nearest.append(min(ratios, key=lambda ratio: abs(ratio - 1)))
             elif unit == "tok/s" or "tok/s" not in row.figures:
                 (unknown if row.unknown else known["tok/s"]).append(ratios[0])
-        routing = "balanced" if row.is_balanced else "natural routing"
-        said = [routing, *(f"{name}: {of}" for name, of in (("not known", row.unknown), ("theirs", row.theirs)) if of)]
-        yield f"{'':<29}{'; '.join(said)}"
-    yield NOT_FORECAST
-    yield f"tokens/s, setting known: {_within(known['tok/s'], 'tok/s')}"
-    yield f"tokens/s, setting not known: {_within(unknown, 'tok/s')}"
-    yield f"memory: {_within(known['GiB'], 'GiB')}; by the nearest assumption {_within(nearest, 'GiB')}"
-    yield ""
-    yield from speed_up()
+    print("Published, and forecast with nothing fitted. GiB are of tensors. The first assumption counts.")
+    print_rows(rows, text=["model", "assumed", "by other assumptions", "routing", "not known", "theirs"])
+    print(NOT_FORECAST)
+    print(f"tokens/s, setting known: {_within(known['tok/s'], 'tok/s')}")
+    print(f"tokens/s, setting not known: {_within(unknown, 'tok/s')}")
+    print(f"memory: {_within(known['GiB'], 'GiB')}; by the nearest assumption {_within(nearest, 'GiB')}\n")
+    print_speed_up()
 
 
 def _within(ratios: Sequence[float], unit: Unit) -> str:
@@ -330,36 +334,35 @@ def _within(ratios: Sequence[float], unit: Unit) -> str:
     return f"{share}, {above} above and {len(ratios) - above} below, geometric mean {mean:.2f}"
 
 
-def _digits(unit: Unit) -> int:
-    return 1 if unit == "GiB" else 0
-
-
 FSDP_SPEED, EP_SPEED = 0.033, 0.117
 """Steps a second of Mixtral 8x7B on 8 x A100-80G, FSDP2 alone, and with EP8 by MegaBlocks."""
 
 
-def speed_up() -> Iterator[str]:
+def print_speed_up() -> None:
     """The speed-up of EP over FSDP2 alone: which assumptions give what was published."""
     tokens = 811 * 414 / 871 / EP_SPEED
-    yield from (
+    print(
         f"Published: EP8 {EP_SPEED / FSDP_SPEED:.2f} x as fast as FSDP2 alone ({EP_SPEED} and {FSDP_SPEED} steps/s; of "
-        "another run 3.49 x), Mixtral 8x7B on 8 A100. Assumed:",
-        f"{tokens:,.0f} tokens a GPU and step (a sibling run of the same length: 811 s at 414 tokens/s a GPU). Not",
-        "published: forwards a step, the link between GPUs, and whether FSDP2 alone loops over the experts.",
-        f"{'forwards':<10}{'link':<10}{'experts of FSDP2 alone':<24}{'its steps/s':>12}{'EP8 steps/s':>13}"
-        f"{'speed-up':>10}{'off':>7}",
+        f"another run 3.49 x), Mixtral 8x7B on 8 A100. Assumed:\n{tokens:,.0f} tokens a GPU and step (a sibling run of "
+        "the same length: 811 s at 414 tokens/s a GPU). Not\npublished: forwards a step, the link between GPUs, and "
+        "whether FSDP2 alone loops over the experts."
     )
-    for accumulation in (1, 4, 16):
-        for link in ("nvlink3", "pcie4"):
-            machine = replace(A100, inside=LINKS[link])
-            for kernel in ("torch-grouped", "loop"):
-                common: dict[str, Any] = dict(
-                    max_seq_length=round(tokens / accumulation), gradient_accumulation_steps=accumulation
-                )
-                row = Row("", "Mixtral 8x7B", 8, machine, {}, {**FULL, **BF16_STATE, **common}, [])
-                alone = forecast(row, dict(ep_size=1, expert_kernel=kernel))["steps/s"]
-                ep = forecast(row, dict(ep_size=8))["steps/s"]
-                off = ep / alone / (EP_SPEED / FSDP_SPEED) - 1
-                yield (
-                    f"{accumulation:<10}{link:<10}{kernel:<24}{alone:>12.3f}{ep:>13.3f}{ep / alone:>10.2f}{off:>+7.0%}"
-                )
+    rows = []
+    for accumulation, link, kernel in product((1, 4, 16), ("nvlink3", "pcie4"), ("torch-grouped", "loop")):
+        batch = dict(max_seq_length=round(tokens / accumulation), gradient_accumulation_steps=accumulation)
+        flags: dict[str, Any] = {**FULL, **BF16_STATE, **batch}
+        row = Row("", "mixtral-8x7b", 8, replace(A100, inside=LINKS[link]), {}, flags, [])
+        alone = forecast(row, dict(ep_size=1, expert_kernel=kernel))["steps/s"]
+        ep = forecast(row, dict(ep_size=8))["steps/s"]
+        rows.append(
+            {
+                "forwards": accumulation,
+                "link": link,
+                "experts of FSDP2 alone": kernel,
+                "its steps/s": f"{alone:.3f}",
+                "EP8 steps/s": f"{ep:.3f}",
+                "speed-up": f"{ep / alone:.2f}",
+                "off": f"{ep / alone / (EP_SPEED / FSDP_SPEED) - 1:+.0%}",
+            }
+        )
+    print_rows(rows, text=["link", "experts of FSDP2 alone"])

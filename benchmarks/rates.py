@@ -10,7 +10,6 @@ slowing of kernels beside NCCL) or has no kernel for is taken from what was publ
 it is left out. Its path for GPUs has not run on one yet.
 """
 
-import argparse
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expertmesh.moe.util.errors import ExpertMeshError
-from expertmesh.moe.util.terminal import ends_with_reader
+from benchmarks.commands import command, parser_of, print_rows
 from expertmesh.training.attention.flash import flash_attention
 from expertmesh.training.attention.flash_kernels import FLASH_KERNELS, computing_by, obstacle
 from expertmesh.training.cluster.check import measure_device, median_seconds
@@ -53,9 +51,9 @@ CALLS = 200
 """Operators whose calls are timed together."""
 
 
-@ends_with_reader
+@command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the rates to FILE, for --calibrate")
     parser.add_argument("--links", type=Path, metavar="FILE", help="take the links that `mesh --check --json` measured")
     parser.add_argument("--gpu", choices=DEVICES, default="H100", help="preset for what one GPU cannot measure")
@@ -63,16 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), help="what to measure (default: a GPU where there is one)")
     arguments = parser.parse_args(argv)
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    try:
-        links = load_measured(arguments.links) if arguments.links else preset(arguments.gpu, arguments.network)
-    except ExpertMeshError as error:
-        print(f"benchmarks.rates: error: {error}", file=sys.stderr)
-        return 2
+    links = load_measured(arguments.links) if arguments.links else preset(arguments.gpu, arguments.network)
     best, rates = measured_rates(device)
     if device.type == "cuda":
         rates = rates.with_classes_of(published(arguments.gpu))
     hardware = replace(links, name=name_of(device), device=best, rates=rates)
-    print("\n".join(lines(hardware)))
+    print_rates(hardware)
     if arguments.write is not None:
         save_measured(hardware, arguments.write)
     return 0
@@ -103,8 +97,7 @@ Timed = tuple[str, float, float, float]
 def _matmuls(device: torch.device, dtype: torch.dtype) -> Iterator[Timed]:
     for side in SQUARES[device.type]:
         a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-        flops = 2.0 * side**3
-        yield "matmul", flops, flops, _time(lambda a, b: a @ b, device, a, b)
+        yield "matmul", 2.0 * side**3, 2.0 * side**3, _time(torch.mm, device, a, b)
     for experts, rows, columns, width in GROUPS[device.type]:
         rows_RD = torch.randn(experts * rows, columns, device=device, dtype=dtype)
         weight_eDF = torch.randn(experts, width, columns, device=device, dtype=dtype).transpose(1, 2)
@@ -122,7 +115,7 @@ def _updates(device: torch.device) -> Iterator[Timed]:
     """What Shampoo computes: matmuls in fp32, and eigendecompositions in double."""
     for side in SQUARES[device.type]:
         a, b = (torch.randn(side, side, device=device) for _ in range(2))
-        yield "matmul fp32", 2.0 * side**3, 2.0 * side**3, _time(lambda a, b: a @ b, device, a, b)
+        yield "matmul fp32", 2.0 * side**3, 2.0 * side**3, _time(torch.mm, device, a, b)
     for side in FACTORS[device.type]:
         a = torch.randn(side, side, device=device, dtype=torch.float64)
         flops = EIGEN_FLOPS * float(side) ** 3
@@ -214,16 +207,15 @@ def name_of(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
 
 
-def lines(hardware: Hardware) -> list[str]:
+def print_rates(hardware: Hardware) -> None:
     device = hardware.device
-    found = [
-        f"{hardware.name}: {device.matrix / 1e12:,.3f} TFLOP/s in its compute dtype, {device.fp32 / 1e12:,.3f} in "
-        f"fp32, {device.memory_bandwidth / 1e9:,.1f} GB/s",
-        f"{'class':<32}{'size':>10}{'of that':>9}  source",
-    ]
-    found += [f"{e.operator:<32}{e.size:>10.2g}{e.share:>9.3f}  {e.source[:70]}" for e in hardware.rates.attained]
-    found += [f"{c.name:<32}{c.value:>19.3g}  {c.source[:70]}" for c in hardware.rates.constants]
-    return found
+    print(
+        f"{hardware.name}: {device.matrix / 1e12:,.3f} TFLOP/s by dtype, {device.fp32 / 1e12:,.3f} in fp32, "
+        f"{device.memory_bandwidth / 1e9:,.1f} GB/s"
+    )
+    rows = [(e.operator, f"{e.size:.2g}", f"{e.share:.3f}", e.source) for e in hardware.rates.attained]
+    rows += [(c.name, "", f"{c.value:.3g}", c.source) for c in hardware.rates.constants]
+    print_rows([dict(zip(("class", "size", "of that", "source"), row, strict=True)) for row in rows], text=["source"])
 
 
 if __name__ == "__main__":

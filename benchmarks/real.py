@@ -10,14 +10,10 @@ ranks on this CPU, and prints for each
     s/step       seconds of the last step
 
 then 20 steps of DPO, KTO and distillation, with the loss and the figure by which each is judged, at the first step and
-at the last; and the perplexity of held-out answers by base (--base-dtype), before any training, beside that of
-bitsandbytes' NF4 where it is installed. The data are problems in the form of GSM8K that are made here, or those of
---dataset.
+at the last; and the perplexity of held-out answers by base (--base-dtype), before any training. The data are problems
+in the form of GSM8K that are made here, or those of --dataset.
 """
 
-import argparse
-import importlib.util
-import json
 import math
 import os
 import re
@@ -34,11 +30,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import runs
-from benchmarks.arms import GIVEN_BACK, machine, print_rows
+from benchmarks.arms import GIVEN_BACK
+from benchmarks.commands import command, parser_of, print_rows, read_lines, settings_line, write_lines
 from benchmarks.llama_cpp import prompt
 from benchmarks.practice import make_records
 from benchmarks.real_model import dense_model, moe_model
-from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.moe.util.user_cache import cache_directory
 
 STEPS, LEARNING_RATE, MAX_GRAD_NORM, RECORDS = 4, 5e-6, 1.0, 4
@@ -109,9 +105,9 @@ METHODS = {
 }
 
 
-@ends_with_reader
+@command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rows", nargs="*", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--methods", nargs="*", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--bases", nargs="*", choices=BASES, default=list(BASES))
@@ -123,57 +119,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.update({} if arguments.default_malloc else GIVEN_BACK)
     kept = cache_directory("real")
     model = moe_model(kept, arguments.experts)
-    records = _records(arguments.dataset, RECORDS + arguments.answers)
-    print(
-        f"{model}: {arguments.experts} experts; {RECORDS} records a step, {STEPS} steps, one repetition; {machine()}\n"
-    )
+    number = RECORDS + arguments.answers
+    records = made_up(number) if arguments.dataset is None else read_lines(arguments.dataset)[:number]
+    print(settings_line(arguments, str(model), f"{RECORDS} records a step, {STEPS} steps, one repetition"))
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         batch = Batch(model, records[:RECORDS])
-        rows = [
-            compared(row, Trained.by(model, batch, ROWS[row], directory), run(ROWS[row], model, batch, directory / row))
-            for row in arguments.rows
-        ]
-        _print(COLUMNS, rows)
-        lines = []
-        for name in arguments.methods:
-            figure = METHODS[name].judged_by
-            ran = learned(name, kept, arguments.experts, batch.records, directory / name)
-            of_both = (f"{values[0]:.4f} to {values[-1]:.4f}" for values in (ran.values("loss"), ran.values(figure)))
-            measured, forecast = memory_of(ran)
-            lines.append((name, *of_both, figure, f"{measured} ({forecast})"))
-        _print(("", "loss", "judged by", " ", "GiB (forecast)"), lines)
-        held_out = records[RECORDS:]
+        rows = []
+        for row in arguments.rows:
+            expected = Trained.by(model, batch, ROWS[row], directory)
+            rows.append(compared(row, expected, run(ROWS[row], model, batch, directory / row)))
+        print_rows(rows)
+        print_rows([judged(name, kept, arguments.experts, batch, directory / name) for name in arguments.methods])
         for base in arguments.bases:
             # minutes each: what is known is told at once
-            value = perplexity(model, held_out, base, directory / base)
+            value = perplexity(model, records[RECORDS:], base, directory / base)
             print(f"perplexity of {arguments.answers} answers, {base}: {value:.3f}", flush=True)
-        if "nf4" in arguments.bases and importlib.util.find_spec("bitsandbytes") is not None:
-            print(f"the same, matrices rounded to NF4 by bitsandbytes: {_by_bitsandbytes(model, held_out):.3f}")
     return 0
-
-
-def _print(names: Sequence[str], rows: Sequence[tuple[str, ...]]) -> None:
-    print_rows([dict(zip(names, row, strict=True)) for row in rows])
-    print()
-
-
-def _records(dataset: Path | None, number: int) -> list[dict[str, str]]:
-    if dataset is None:
-        return made_up(number)
-    with dataset.open(encoding="utf-8") as lines:
-        return [json.loads(line) for line, _ in zip(lines, range(number), strict=False)]
 
 
 def made_up(number: int) -> list[dict[str, str]]:
     """Problems of arithmetic with their solutions."""
     return make_records(number, seed=0)[0]
-
-
-def write(records: Sequence[dict[str, Any]], file: Path) -> Path:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return file
 
 
 class Batch:
@@ -295,35 +262,29 @@ def by_command(ranks: int, model: Path, records: Sequence[dict[str, Any]], out: 
     Raises:
         RuntimeError: it failed; with its last lines.
     """
-    data = write(records, out.parent / f"{out.name}.jsonl")
-    command = [
-        "--model",
-        str(model),
-        "--dataset",
-        str(data),
-        "--output-dir",
-        str(out),
-        "--use-cpu",
-        "--verbose",
-        *flags,
-    ]
+    data = write_lines(records, out.parent / f"{out.name}.jsonl")
+    command = ["--model", str(model), "--dataset", str(data), "--output-dir", str(out), "--use-cpu", "--verbose"]
     command += ["--no-export"] * ("--export" not in flags) + ["--save-steps", "0"] * ("--save-steps" not in flags)
-    return Ran(out, runs.trained(ranks, command), runs.lines_of(out))
+    return Ran(out, runs.trained(ranks, [*command, *flags]), runs.lines_of(out))
 
 
-COLUMNS = ("", "loss", "norm", "GiB", "GiB forecast", "s/step")
+def compared(name: str, expected: Trained, ran: Ran) -> dict[str, str]:
+    """A line of the first table."""
+    of_each = {"loss": (ran.values("loss"), expected.losses), "norm": (ran.values("grad_norm"), expected.norms)}
+    off = {what: max(abs(one / other - 1) for one, other in zip(*both, strict=True)) for what, both in of_each.items()}
+    measured, forecast = memory_of(ran)
+    memory = {"GiB": str(measured), "GiB forecast": str(forecast)}
+    seconds = {"s/step": f"{ran.values('step_seconds')[-1]:.1f}"}
+    return {"": name} | {what: f"{error:.1e}" for what, error in off.items()} | memory | seconds
 
 
-def compared(name: str, expected: Trained, ran: Ran) -> tuple[str, ...]:
-    """A line of the table."""
-    of_each = ((ran.values("loss"), expected.losses), (ran.values("grad_norm"), expected.norms))
-    off = [max(abs(one / other - 1) for one, other in zip(*both, strict=True)) for both in of_each]
-    return (
-        name,
-        *(f"{error:.1e}" for error in off),
-        *map(str, memory_of(ran)),
-        f"{ran.values('step_seconds')[-1]:.1f}",
-    )
+def judged(name: str, kept: Path, experts: int, batch: Batch, out: Path) -> dict[str, str]:
+    """A line of the second."""
+    figure = METHODS[name].judged_by
+    ran = learned(name, kept, experts, batch.records, out)
+    loss, by = (f"{values[0]:.4f} to {values[-1]:.4f}" for values in (ran.values("loss"), ran.values(figure)))
+    measured, forecast = memory_of(ran)
+    return {"": name, "loss": loss, "judged by": by, " ": figure, "GiB (forecast)": f"{measured} ({forecast})"}
 
 
 def memory_of(ran: Ran) -> tuple[float, float]:
@@ -338,25 +299,14 @@ def perplexity(model: Path, records: Sequence[dict[str, str]], base: str, out: P
     batch = Batch(model, made_up(2))
     flags = ["--bf16"] if base == "bfloat16" else []
     flags += ["--adapter", "lora", "--base-dtype", base, "--eval-on-start"]
-    flags += ["--eval-dataset", str(write(records, out.parent / "held-out.jsonl")), "--eval-dataset-split", "train"]
+    flags += [
+        "--eval-dataset",
+        str(write_lines(records, out.parent / "held-out.jsonl")),
+        "--eval-dataset-split",
+        "train",
+    ]
     found = run(Row(1, "--per-device-train-batch-size 2"), model, batch, out, *flags, steps=1)
     return math.exp(found.values("eval_loss")[0])
-
-
-def _by_bitsandbytes(model: Path, records: Sequence[dict[str, str]]) -> float:
-    """Perplexity with the same matrices rounded to NF4 by that package, in blocks of 64 numbers of a row."""
-    functional = importlib.import_module("bitsandbytes.functional")
-    quantized, loss, number = loaded(model), 0.0, 0
-    with torch.no_grad():
-        for name, parameter in quantized.named_parameters():
-            if "_proj" in name:
-                codes, state = functional.quantize_4bit(parameter.flatten(0, -2), blocksize=64, quant_type="nf4")
-                parameter.copy_(functional.dequantize_4bit(codes, state).view_as(parameter))
-        for record in records:
-            batch = Batch(model, [record])
-            tokens = int((batch.labels_BS != -100).sum())
-            loss, number = loss + batch.loss(quantized).item() * tokens, number + tokens
-    return math.exp(loss / number)
 
 
 if __name__ == "__main__":

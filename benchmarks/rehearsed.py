@@ -1,5 +1,6 @@
 """What dry runs of short models tell of a step, beside a dry run of all its layers, at full size."""
 
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
+from benchmarks.commands import print_rows
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.planning.planner.asked import Asked
 from expertmesh.training.planning.planner.costs import Cluster
@@ -23,26 +25,10 @@ MOST_ERROR = 0.005
 H100 = Cluster(preset("H100", "infiniband-ndr"), 8, 0.0)
 
 PUBLISHED = Path(__file__).parents[1] / "tests" / "published" / "configs"
-MODELS = {
-    "Mixtral 8x7B": "mixtral-8x7b",
-    "Mixtral 8x22B": "mixtral-8x22b",
-    "OLMoE 7B": "olmoe-1b-7b",
-    "Qwen3 30B-A3B": "qwen3-30b-a3b",
-    "GPT-OSS 20B": "gpt-oss-20b",
-    "GPT-OSS 120B": "gpt-oss-120b",
-    "Qwen3 235B-A22B": "qwen3-235b-a22b",
-    "GLM-4.5-Air": "glm-4.5-air",
-    "GLM-4.6": "glm-4.6",
-    "Kimi K2": "kimi-k2",
-    "DeepSeek-V3": "deepseek-v3",
-    "MiniMax-M2": "minimax-m2.5",
-    "Jamba 52B": "jamba-v0.1",
-}
-"""Of each model, the directory of its published config.json; MiniMax-M2.5 has the sizes of M2."""
 
 
 def model_config(name: str) -> Any:
-    file = find_config(str(PUBLISHED / MODELS[name]))
+    file = find_config(str(PUBLISHED / name))
     if file.content["model_type"] != "kimi_k2":
         return file.load()
     # transformers has it by the name of its architecture alone
@@ -51,7 +37,7 @@ def model_config(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """model: a key of MODELS. flags: of train_ep.py."""
+    """model: a directory of PUBLISHED. flags: of train_ep.py."""
 
     model: str
     world_size: int
@@ -68,39 +54,35 @@ def cases() -> Iterator[Case]:
     low, bits8 = dict(optim="adamw_bf16"), dict(optim="adamw_torch_8bit")
     lora: dict[str, Any] = dict(adapter="lora")
     for model, world_size, flags in (
-        ("Mixtral 8x7B", 8, dict(ep_size=8, **selective, **bits8)),
-        ("Mixtral 8x7B", 16, dict(ep_size=1, **full)),
-        ("Mixtral 8x7B", 64, dict(ep_size=8, gradient_accumulation_steps=2)),
-        ("Mixtral 8x7B", 1024, dict(ep_size=8, dense_shard="hybrid", **selective)),
-        ("Mixtral 8x22B", 256, dict(ep_size=8, **selective)),
-        ("OLMoE 7B", 8, dict(ep_size=8)),
-        ("OLMoE 7B", 64, dict(ep_size=1, **selective)),
-        ("Qwen3 30B-A3B", 8, dict(ep_size=8, reshard_after_forward=False, **selective, **bits8)),
-        ("Qwen3 30B-A3B", 16, dict(ep_size=8, max_seq_length=16384, **full)),
-        ("Qwen3 30B-A3B", 1, dict(**lora, base_dtype="nf4", **selective)),
-        ("Qwen3 30B-A3B", 512, dict(ep_size=32, per_device_train_batch_size=2, **full)),
-        ("GPT-OSS 20B", 8, dict(ep_size=8, **selective)),
-        ("GPT-OSS 120B", 64, dict(ep_size=16, **selective, **low)),
-        ("GLM-4.5-Air", 64, dict(ep_size=8, **full)),
-        ("GLM-4.5-Air", 8, dict(ep_size=8, **selective, **lora)),
-        ("DeepSeek-V3", 512, dict(ep_size=64, **full, **low)),
-        ("DeepSeek-V3", 1024, dict(ep_size=32, **selective)),
-        ("MiniMax-M2", 128, dict(ep_size=32, **selective)),
-        ("Jamba 52B", 32, dict(ep_size=8, max_seq_length=1024, **full)),
-        ("Mixtral 8x7B", 8, dict(ep_size=4, freeze=["embeddings", "router"], **selective, **low)),
+        ("mixtral-8x7b", 8, dict(ep_size=8, **selective, **bits8)),
+        ("mixtral-8x7b", 16, dict(ep_size=1, **full)),
+        ("mixtral-8x7b", 64, dict(ep_size=8, gradient_accumulation_steps=2)),
+        ("mixtral-8x7b", 1024, dict(ep_size=8, dense_shard="hybrid", **selective)),
+        ("mixtral-8x22b", 256, dict(ep_size=8, **selective)),
+        ("olmoe-1b-7b", 8, dict(ep_size=8)),
+        ("olmoe-1b-7b", 64, dict(ep_size=1, **selective)),
+        ("qwen3-30b-a3b", 8, dict(ep_size=8, reshard_after_forward=False, **selective, **bits8)),
+        ("qwen3-30b-a3b", 16, dict(ep_size=8, max_seq_length=16384, **full)),
+        ("qwen3-30b-a3b", 1, dict(**lora, base_dtype="nf4", **selective)),
+        ("qwen3-30b-a3b", 512, dict(ep_size=32, per_device_train_batch_size=2, **full)),
+        ("gpt-oss-20b", 8, dict(ep_size=8, **selective)),
+        ("gpt-oss-120b", 64, dict(ep_size=16, **selective, **low)),
+        ("glm-4.5-air", 64, dict(ep_size=8, **full)),
+        ("glm-4.5-air", 8, dict(ep_size=8, **selective, **lora)),
+        ("deepseek-v3", 512, dict(ep_size=64, **full, **low)),
+        ("deepseek-v3", 1024, dict(ep_size=32, **selective)),
+        ("minimax-m2.5", 128, dict(ep_size=32, **selective)),
+        ("jamba-v0.1", 32, dict(ep_size=8, max_seq_length=1024, **full)),
+        ("mixtral-8x7b", 8, dict(ep_size=4, freeze=["embeddings", "router"], **selective, **low)),
     ):
         yield Case(model, world_size, flags)
 
 
 def print_rehearsed() -> None:
-    """Print one row per case, as soon as it is known."""
-    print("Rank 0: most bytes of tensors, GiB, bytes sent and FLOPs. Times in s.")
-    figures = f"{'all layers':>10}{'in':>5}{'short':>9}{'in':>5}{'off':>8}  also equal"
-    print(f"{'model':<15}{'GPUs':>6}  {'setting':<66}{figures}")
-    errors = []
+    rows, errors = [], []
     for case in cases():
         of_model = model_config(case.model)
-        forecasts = Forecasts(of_model.to_dict(), partial(_given, of_model), is_kept=False)
+        forecasts = Forecasts(of_model.to_dict(), partial(model_config, case.model), is_kept=False)
         asked = forecasts.settled(Asked(case.config, case.world_size, H100))
         facts = forecasts.facts(asked.config)
         begun = time.perf_counter()
@@ -109,22 +91,27 @@ def print_rehearsed() -> None:
         complete = account_of(asked, of_model, facts, every_layer=True)
         ended = time.perf_counter()
         errors.append(short.memory.peak / complete.memory.peak - 1)
+        # minutes in all: what is known is told at once
+        print(f"{case.model}, {case.world_size} GPUs: {errors[-1]:+.2%}", file=sys.stderr, flush=True)
         alike = {
             "bytes": isclose(*(sum(each.total for each in account.sent) for account in (short, complete))),
             "FLOPs": isclose(short.total.flops, complete.total.flops),
         }
         said = ", ".join(f"{name} {value}" for name, value in case.flags.items())
-        said = said.replace("gradient_checkpointing ", "").replace("optim ", "").replace("_size", "")
-        print(
-            f"{case.model:<15}{case.world_size:>6}  {said:<66}"
-            f"{complete.memory.peak / 2**30:>10.2f}{ended - between:>5.0f}"
-            f"{short.memory.peak / 2**30:>9.2f}{between - begun:>5.0f}{errors[-1]:>+8.2%}"
-            f"  {', '.join(name for name, is_equal in alike.items() if is_equal)}",
-            flush=True,
+        rows.append(
+            {
+                "model": case.model,
+                "GPUs": case.world_size,
+                "setting": said.replace("gradient_checkpointing ", "").replace("optim ", "").replace("_size", ""),
+                "all layers": f"{complete.memory.peak / 2**30:.2f}",
+                "in": f"{ended - between:.0f}",
+                "short": f"{short.memory.peak / 2**30:.2f}",
+                "in ": f"{between - begun:.0f}",
+                "off": f"{errors[-1]:+.2%}",
+                "also equal": ", ".join(name for name, is_equal in alike.items() if is_equal),
+            }
         )
+    print("Rank 0: most bytes of tensors, GiB, bytes sent and FLOPs. Times in s.")
+    print_rows(rows, text=["setting", "also equal"])
     within = sum(abs(error) <= MOST_ERROR for error in errors)
     print(f"within {MOST_ERROR:.1%}: {within} of {len(errors)}; the worst {max(errors, key=abs):+.2%}\n")
-
-
-def _given(config: Any) -> Any:
-    return config

@@ -15,6 +15,8 @@ from typing import Any
 
 from safetensors.torch import load_file
 
+from benchmarks.commands import read_lines
+
 ROOT = Path(__file__).parents[1]
 FIGURES = ("step", "epoch", "loss", "grad_norm", "learning_rate", "tokens", "target_tokens", "expert_tokens")
 """Of a step, in metrics.jsonl: those that are the same however often the run was killed."""
@@ -48,8 +50,9 @@ def words_of(ranks: int, flags: Sequence[str], launch: Sequence[str] = ("--stand
 
 
 def environment(**more: str) -> dict[str, str]:
+    """Of a run's process: as it is here, on one thread unless the user says otherwise."""
     offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    return {**os.environ, "OMP_NUM_THREADS": "1", **offline, **more}
+    return {"OMP_NUM_THREADS": "1", **os.environ, **offline, **more}
 
 
 def start(words: Sequence[str], output: Any = subprocess.PIPE, **variables: str) -> Process:
@@ -75,7 +78,7 @@ def trained(ranks: int, flags: Sequence[str], timeout: float = 1800, **variables
 
 def lines_of(out: Path, key: str = "step") -> list[dict[str, Any]]:
     """Lines of its metrics.jsonl that have this key."""
-    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    lines = read_lines(out / "metrics.jsonl")
     return [line for line in lines if key in line and "warning" not in line]
 
 
@@ -145,7 +148,7 @@ def is_complete(metrics: Path, undisturbed: Path) -> bool:
     steps, expected = (
         [
             {name: record[name] for name in FIGURES} | {name: record.get(name) for name in OF_PREFERENCES}
-            for record in map(json.loads, file.read_text().splitlines())
+            for record in read_lines(file)
             if "loss" in record
         ]
         for file in (metrics, undisturbed)

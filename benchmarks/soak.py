@@ -14,14 +14,14 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import runs
-from benchmarks.arms import print_rows, write_json
+from benchmarks.commands import command, parser_of, print_rows, settings_line, write_json
 from benchmarks.demo import make_inputs
-from expertmesh.moe.util.terminal import ends_with_reader
 
 SAMPLE_SECONDS = 10.0
 
@@ -39,17 +39,12 @@ class Sample:
     outputs: int
 
 
-@ends_with_reader
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = parser_of(__doc__, ranks=4, ep_size=2, tp_size=1, pp_size=1, json=None)
     parser.add_argument("--minutes", type=float, default=120)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--ep-size", type=int, default=2)
-    parser.add_argument("--tp-size", type=int, default=1, help="ranks that divide heads (tensor parallelism)")
-    parser.add_argument("--pp-size", type=int, default=1, help="parts that the layers are in (pipelines)")
     parser.add_argument("--save-steps", type=int, default=100, help="choose it so that a save comes about every minute")
-    parser.add_argument("--json", type=Path, default=None, help="also write every sample here")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         out, temporary = directory / "out", directory / "tmp"
@@ -82,18 +77,15 @@ def main() -> int:
 
 
 def flags_of(directory: Path, out: Path, arguments: argparse.Namespace) -> list[str]:
+    # with a pipeline two for each of its stages
+    micro_batches = 1 if arguments.pp_size == 1 else 2 * arguments.pp_size
     flags = ["--use-cpu", "--model", str(directory / "model"), "--dataset", str(directory / "data.jsonl")]
     flags += ["--eval-ratio", "0.002", "--eval-steps", str(arguments.save_steps)]
     flags += ["--output-dir", str(out), "--max-steps", "10000000"]
     flags += ["--pp-size", str(arguments.pp_size), "--ep-size", str(arguments.ep_size)]
-    flags += ["--tp-size", str(arguments.tp_size), "--gradient-accumulation-steps", str(micro_batches(arguments))]
+    flags += ["--tp-size", str(arguments.tp_size), "--gradient-accumulation-steps", str(micro_batches)]
     flags += ["--per-device-train-batch-size", "4", "--learning-rate", "1e-4", "--logging-steps", "10"]
     return [*flags, "--save-steps", str(arguments.save_steps), "--save-total-limit", "3"]
-
-
-def micro_batches(arguments: argparse.Namespace) -> int:
-    """Per optimizer step: with a pipeline two for each of its stages."""
-    return 1 if arguments.pp_size == 1 else 2 * int(arguments.pp_size)
 
 
 def watch(launcher: runs.Process, out: Path, arguments: argparse.Namespace) -> tuple[list[Sample], list[int]]:
@@ -148,20 +140,14 @@ def left_behind(pids: list[int], out: Path, temporary: Path) -> list[str]:
     return left + [str(path) for path in temporary.iterdir()]
 
 
-def slope(seconds: list[float], values: list[float]) -> float:
-    """Slope of the least squares line, per hour."""
-    return statistics.linear_regression(seconds, values).slope * 3600
-
-
 def report(samples: list[Sample], left: list[str], steps: int, saves: list[int], arguments: argparse.Namespace) -> None:
     settled = samples[len(samples) // 4 :]
     seconds = [sample.seconds for sample in settled]
     minutes = samples[-1].seconds / 60
     interval = samples[-1].seconds * arguments.save_steps / steps
     print(
-        f"{arguments.ranks} ranks, pp {arguments.pp_size}, ep {arguments.ep_size}, tp {arguments.tp_size}, "
-        f"{minutes:.1f} minutes, {steps} steps, a save and an evaluation every {arguments.save_steps} steps, that is "
-        f"every {interval:.0f} s; checkpoints kept: {saves}"
+        f"{settings_line(arguments)}; {minutes:.1f} minutes, {steps} steps, "
+        f"a save and an evaluation every {interval:.0f} s; checkpoints kept: {saves}"
     )
     rows = []
     for rank in range(arguments.ranks):
@@ -173,7 +159,7 @@ def report(samples: list[Sample], left: list[str], steps: int, saves: list[int],
                 "own memory, MB:\nat first": f"{samples[0].memory[rank]:.1f}",
                 "after a\nquarter": f"{statistics.median(memory[:tenth]):.1f}",
                 "at the\nend": f"{statistics.median(memory[-tenth:]):.1f}",
-                "MB an hour": f"{slope(seconds, memory):+.2f}",
+                "MB an hour": f"{3600 * statistics.linear_regression(seconds, memory).slope:+.2f}",
             }
         )
         for name in ("files", "threads", "ports"):

@@ -4,90 +4,72 @@
     python -m benchmarks.throughput --ranks 8 --model DIR --dtype bf16   # any model, on GPUs
 
 Complete training steps (forward, backward, clipping, AdamW) of the variants of `benchmarks.variants`, on the same
-weights and data. In every round each variant runs on ranks of its own, started for it and ended after it: its peak
-memory is nobody else's, and none finds what another has warmed. Variants take turns, so other load on the machine
-affects all; a ratio is the median over rounds of the ratio within a round. All steps are on one batch, which the model
-is soon learning by heart: losses of all variants must fall, and agree at every step to --loss-tolerance, or the run
-aborts: 1e-4 in fp32, 5e-3 where variants round to bf16 in different places.
+weights and data. All steps are on one batch, which the model is soon learning by heart: losses of all variants must
+fall, and agree at every step, or the run aborts: to 1e-4 in fp32, to 5e-3 where variants round to bf16 in different
+places.
 """
 
 import argparse
 import gc
-import math
 import multiprocessing
 import os
-import platform
+import statistics
 import sys
-import time
-from collections.abc import Sequence
-from dataclasses import asdict
-from functools import partial
-from importlib.metadata import version
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import arms
-from benchmarks.arms import Arm, Figures, Rounds
-from benchmarks.throughput_tables import Case, print_tables
+from benchmarks.arms import MB, Arm, Benchmark, Figures, Rounds, code_of, ratio
+from benchmarks.commands import command, parser_of, print_rows, settings_line, write_json
+from benchmarks.small_models import random_mixtral
 from benchmarks.traffic import KINDS, CountTraffic
 from benchmarks.variants import arm_of, parse_variant
 from expertmesh.checkpoints.hf.source import open_source
 from expertmesh.moe.experts.model_layers import moe_shape
+from expertmesh.moe.experts.shape import MoEShape
 from expertmesh.moe.hf_model.build import count_parameters
 from expertmesh.moe.hf_model.counts import seen_pairs, training_flops
 from expertmesh.moe.util.errors import ExpertMeshError
-from expertmesh.moe.util.terminal import ends_with_reader
 from expertmesh.moe.util.threads import on_one_thread
 from expertmesh.sharding.runtime.allocator import let_segments_grow
 from expertmesh.sharding.runtime.process import join_process_group
 from expertmesh.training.model_setup.compiling import compilation
+from expertmesh.training.monitoring.meter import peak_tflops
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "pure-bf16": 5e-3}
 """Relative difference between variants' losses that roundings explain, by --dtype."""
 
 
-@ends_with_reader
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else argv
     # as train_ep.py has it; for the ranks, which inherit it
     let_segments_grow(os.environ)
-    try:
-        arguments = parse_arguments(given)
-        if arguments.worker is not None:
-            return arms.work(arguments, arms_of(arguments), partial(take_figures, arguments))
-        peak_flops, found = measure_peak(arguments), []
-        for flags in flags_of_sweep(arguments):
-            found.append(of_value(parse_arguments([*given, *flags]), [*given, *flags], peak_flops))
-        arms.write_json(arguments.json, found[0] if len(found) == 1 else found)
-        return int(any(each["aborted"] or each["failed"] for each in found))
-    except ExpertMeshError as error:
-        print(f"benchmarks.throughput: error: {error}", file=sys.stderr, flush=True)
-        return 2
+    arguments = parse_arguments(given)
+    if arms.worker() is not None:
+        return benchmark_of(None).main(arguments, given)
+    benchmark = benchmark_of(measure_peak(arguments))
+    sweep = [[*given, *flags] for flags in flags_of_sweep(arguments)]
+    found = [benchmark.compare(parse_arguments(words), words) for words in sweep]
+    write_json(arguments.json, found[0] if len(found) == 1 else found)
+    return max(map(code_of, found))
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--model", default="", help="a model directory, or a config.json: random weights; else sizes:")
-    parser.add_argument("--hidden-size", type=int, default=512)
-    parser.add_argument("--intermediate-size", type=int, default=1792)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--experts", type=int, default=8)
-    parser.add_argument("--top-k", type=int, default=2)
-    parser.add_argument("--vocabulary", type=int, default=8192)
-    parser.add_argument("--rows", type=int, default=1, help="sequences per rank")
-    parser.add_argument("--seq-length", type=int, default=256)
+    sizes = dict(hidden_size=512, intermediate_size=1792, layers=8, experts=8, top_k=2, vocabulary=8192)
+    of_step = dict(rows=1, seq_length=256, gradient_checkpointing="none")
+    parser = parser_of(__doc__, ranks=4, steps=3, rounds=3, json=None, **of_step, **sizes)
+    parser.add_argument("--model", default="", help="a model directory, or a config.json: random weights; else sizes")
     parser.add_argument("--variants", nargs="+", help="hf-fsdp, ours-ep=N, hf-ep=N; hf-ours=N when asked for")
     parser.add_argument("--routing", choices=("natural", "balanced"), default="natural", help="balanced: forced")
-    parser.add_argument("--dtype", choices=("fp32", "bf16", "pure-bf16"), default="fp32", help="bf16: fp32 parameters")
+    parser.add_argument("--dtype", choices=TOLERANCE, default="fp32", help="bf16: fp32 parameters")
     parser.add_argument("--router-aux-loss-coef", type=float, default=0.001)
-    parser.add_argument("--max-grad-norm", type=float, default=1.0)
     parser.add_argument("--learning-rate", type=float, default=1e-5)
-    parser.add_argument("--gradient-checkpointing", choices=("none", "full", "selective"), default="none")
-    parser.add_argument("--keep-gathered", action="store_true", help="ours: no resharding after forward")
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="ours by region, of transformers' the complete model")
     parser.add_argument(
         "--malloc",
         choices=("as-is", "plain", "settled"),
@@ -97,25 +79,13 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--use-cpu", action="store_true", help="stay on the CPU even if there is a GPU")
     parser.add_argument("--sweep", choices=("tokens", "experts"), help="over --values, instead of one setting")
     parser.add_argument("--values", type=int, nargs="+", help="values of the sweep: tokens per rank, or experts")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--warm-up", type=int, default=1, help="untimed steps per variant and round")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps per variant and round")
-    tolerances = ", ".join(f"{dtype} {tolerance:g}" for dtype, tolerance in TOLERANCE.items())
-    parser.add_argument("--loss-tolerance", type=float, help=f"relative (default: {tolerances})")
-    parser.add_argument("--timeout", type=int, default=900, help="time limit per variant and round, in seconds")
-    parser.add_argument("--json", type=Path, help="also write all figures here")
-    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
-    if arguments.loss_tolerance is None:
-        arguments.loss_tolerance = TOLERANCE[arguments.dtype]
     if bool(arguments.sweep) != bool(arguments.values):
         raise ExpertMeshError("--sweep and --values: give both, or none")
-    if arguments.warm_up < 1 or arguments.steps < 1 or arguments.rounds < 1:
-        raise ExpertMeshError("--warm-up, --steps and --rounds: must be 1 or more; traffic is counted while warming up")
+    if arguments.steps < 1 or arguments.rounds < 1:
+        raise ExpertMeshError("--steps and --rounds: must be 1 or more")
     for variant in arguments.variants or []:
         parse_variant(variant)
-    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
-        raise ExpertMeshError(f"{arguments.json}: there is no directory {arguments.json.absolute().parent}")
     return arguments
 
 
@@ -145,49 +115,77 @@ def arms_of(arguments: argparse.Namespace) -> list[Arm]:
 
 
 def measure_peak(arguments: argparse.Namespace) -> float | None:
-    """Floating point operations per second of CPU time of this machine in large fp32 matmuls; None where the
-    variants compute otherwise."""
-    is_cpu = arguments.use_cpu or not torch.cuda.is_available()
-    return _peak_of_matmuls() if is_cpu and arguments.dtype == "fp32" else None
-
-
-def _peak_of_matmuls() -> float:
-    """On one thread: of the fastest of a few calls."""
+    """Floating point operations per second of CPU time of this machine in large fp32 matmuls, on one thread, of the
+    fastest of a few; None where the variants compute otherwise."""
+    if arguments.dtype != "fp32" or (torch.cuda.is_available() and not arguments.use_cpu):
+        return None
     n = 1024
-    a_MK, b_KN, best = torch.randn(n, n), torch.randn(n, n), math.inf
+    a_MK, b_KN = torch.randn(n, n), torch.randn(n, n)
     with on_one_thread():
-        for _ in range(6):
-            begin = time.thread_time()
-            torch.mm(a_MK, b_KN)
-            best = min(best, time.thread_time() - begin)
-    return 2 * n**3 / best
+        took = arms.timed(lambda: torch.mm(a_MK, b_KN), torch.device("cpu"), repetitions=6)
+    return 2 * n**3 / min(one.cpu for one in took)
 
 
-def of_value(arguments: argparse.Namespace, argv: Sequence[str], peak_flops: float | None) -> dict[str, Any]:
-    """Measure the variants in one setting, and print it; what --json keeps."""
-    case: list[Case] = []
+@dataclass(frozen=True)
+class Case:
+    """What all variants have in common. tokens: per step of all ranks. flops: needed. parameters: of the model.
+    bytes_a_number: of an activation on its way. peak_flops: per second of CPU time, of matmuls."""
 
-    def save_model(path: Path) -> None:
+    shape: MoEShape
+    layers: int
+    tokens: int
+    world_size: int
+    flops: float
+    parameters: int
+    bytes_a_number: int
+    peak_flops: float | None = None
+
+    def all_to_all_theory(self, ep_size: int) -> float:
+        """Bytes that a rank sends in one step by expert-parallel layers under even routing: each token to K experts and
+        back, and so its gradients."""
+        rows = self.shape.top_k * self.tokens / self.world_size
+        return self.layers * 4 * rows * self.shape.model_width * self.bytes_a_number * (ep_size - 1) / ep_size
+
+    def rates(self, figures: Sequence[Figures], clock: str) -> list[float]:
+        """Tokens per second of each round's median step, by the "seconds" or the "cpu_seconds"."""
+        return [self.tokens / statistics.median(getattr(one, clock)) for one in figures]
+
+    def mfu(self, figures: Sequence[Figures]) -> float | None:
+        peak = peak_tflops(figures[0].more["device"])
+        # the peak is that of bf16
+        if peak is None or self.bytes_a_number != 2:
+            return None
+        rate = statistics.median(self.rates(figures, "seconds"))
+        return self.flops / self.tokens * rate / self.world_size / (peak * 1e12)
+
+
+def benchmark_of(peak_flops: float | None) -> Benchmark:
+    """Of the variants in one setting.
+
+    Args:
+        peak_flops: see `measure_peak`.
+    """
+    cases: list[Case] = []
+
+    def save_model(arguments: argparse.Namespace, path: Path) -> None:
         # in a process of its own, which gives a GPU's memory back
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             pool.apply(save_random_model, (path, arguments))
-        case.append(case_of(path, arguments, peak_flops))
+        cases.append(case_of(path, arguments, peak_flops))
 
-    start = partial(arms.on_ranks, timeout=arguments.timeout)
-    variants = arms_of(arguments)
-    taken = arms.in_turn("benchmarks.throughput", argv, variants, arguments.rounds, save_model, start, may_fail=True)
-    for variant, problem in taken.failed.items():
-        print(f"{variant} gave no figures: {problem}", flush=True)
-    aborted = why_aborted(taken.found, arguments.loss_tolerance)
-    header = describe(arguments, case[0], taken.found)
-    if aborted:
-        print(f"aborted: {aborted}", flush=True)
-    else:
-        agreement = arms.largest_difference(taken.found)[0]
-        print(f"\n{header}\nlosses of all variants agree: the largest relative difference is {agreement:.0e}")
-        print_tables(case[0], taken.found)
-    results = [{"variant": name, "rounds": [asdict(one) for one in rounds]} for name, rounds in taken.found.items()]
-    return {"setting": header, "aborted": aborted, "results": results, "failed": taken.failed}
+    def report(arguments: argparse.Namespace, rounds: Rounds) -> None:
+        case, device = cases[-1], next(iter(rounds.values()))[0].more["device"]
+        size = f"{case.parameters / 1e6:,.1f} M parameters"
+        floor = "" if peak_flops is None else f"; floor: the FLOPs at {peak_flops / 1e9:,.0f} GFLOP/s of CPU time"
+        print(f"\n{settings_line(arguments, size, device=device)}{floor}")
+        agreement = arms.largest_difference(rounds)[0]
+        print(f"losses of all variants agree: the largest relative difference is {agreement:.0e}")
+        print_tables(case, rounds)
+
+    def fault(arguments: argparse.Namespace, rounds: Rounds) -> str | None:
+        return why_aborted(rounds, TOLERANCE[arguments.dtype])
+
+    return Benchmark("benchmarks.throughput", arms_of, save_model, take_figures, report, fault)
 
 
 def save_random_model(path: Path, arguments: argparse.Namespace) -> None:
@@ -204,7 +202,7 @@ def save_random_model(path: Path, arguments: argparse.Namespace) -> None:
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(arguments.model), dtype=dtype)
         else:
-            model = arms.random_mixtral(
+            model = random_mixtral(
                 arguments,
                 num_attention_heads=arguments.hidden_size // 64,
                 num_key_value_heads=max(1, arguments.hidden_size // 256),
@@ -231,7 +229,7 @@ def take_figures(arguments: argparse.Namespace, arm: Arm, path: Path) -> Figures
     """On each rank: the steps of a variant. `more` has the peak memory of the rank with most, of it what there was
     before the model, what a rank sends by kind of collective and in how many calls, and the device."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    ranks = join_process_group(arguments.use_cpu, arguments.timeout)
+    ranks = join_process_group(arguments.use_cpu, arms.TIMEOUT)
     device = ranks.device
     base = arms.held_now(device)
     made = arm.made(path)
@@ -240,8 +238,7 @@ def take_figures(arguments: argparse.Namespace, arm: Arm, path: Path) -> Figures
     vocabulary = made.model.config.vocab_size
     sequences = arms.random_sequences(arguments.rows, arguments.seq_length, vocabulary, seed=ranks.rank)
     batch, traffic = arms.batch_of(*sequences).to(device), CountTraffic()
-    warm_up = arguments.warm_up
-    figures = arms.steps_of(lambda: made.step([batch]), arguments.steps, device, warm_up, first_within=traffic)
+    figures = arms.steps_of(lambda: made.step([batch]), arguments.steps, device, first_within=[traffic])
     if arguments.compile and compilation().graphs == 0:
         raise ExpertMeshError(f"{arm.name}: --compile compiled nothing")
     counted = arms.gathered((dict(traffic.sent), dict(traffic.calls)))
@@ -260,8 +257,6 @@ def take_figures(arguments: argparse.Namespace, arm: Arm, path: Path) -> Figures
 
 def why_aborted(rounds: Rounds, tolerance: float) -> str | None:
     """Why no figure of these means anything; None if they do."""
-    if not rounds:
-        return "no variant finished"
     losses = next(iter(rounds.values()))[0].losses
     if losses[0] - losses[-1] < 10 * tolerance * losses[0]:
         moved = f"the loss went from {losses[0]:.6f} to {losses[-1]:.6f}"
@@ -269,33 +264,76 @@ def why_aborted(rounds: Rounds, tolerance: float) -> str | None:
     return arms.disagreement(rounds, tolerance)
 
 
-def describe(arguments: argparse.Namespace, case: Case, rounds: Rounds) -> str:
-    devices = sorted({figures.more["device"] for of in rounds.values() for figures in of})
-    mallocs = {
-        "as-is": "ours settles malloc, transformers does not",
-        "plain": "plain malloc",
-        "settled": "malloc settled",
+def peak_mb(figures: Sequence[Figures]) -> float:
+    return statistics.median(one.more["peak"] / MB for one in figures)
+
+
+def print_tables(case: Case, rounds: Rounds) -> None:
+    """Speed, memory and traffic of the variants of one case; on a CPU also where its time goes."""
+    # a CPU's seconds depend on what else the machine has to do, those that it computed less so
+    by = "cpu_seconds" if next(iter(rounds.values()))[0].more["device"] == "cpu" else "seconds"
+    print(f"\ntimes: of {'tokens/s' if by == 'seconds' else 'tokens/CPU-s'}, and in parentheses of memory")
+    print_rows([speed(case, name, rounds, by) for name in rounds])
+    if by == "cpu_seconds":
+        print("\nCPU time and page faults of all ranks per step; floor: that of its FLOPs at the peak of matmuls")
+        print_rows([of_cpu(case, name, figures) for name, figures in rounds.items()])
+    print("\nsent per rank in the first step, MB (calls); theory: tokens alone, routed evenly")
+    print_rows(traffic(case, rounds))
+
+
+def speed(case: Case, name: str, rounds: Rounds, by: str) -> Mapping[str, str]:
+    mine = rounds[name]
+    row = {"": name}
+    for title, clock in (("tokens/s", "seconds"), ("tokens/CPU-s", "cpu_seconds")):
+        rates = case.rates(mine, clock)
+        row |= {title: f"{statistics.median(rates):,.1f}", f"of {title}": f"{min(rates):,.1f}-{max(rates):,.1f}"}
+    row["peak MB"] = f"{peak_mb(mine):,.0f}"
+    for title, other in (("hf-fsdp", "hf-fsdp"), ("ours-ep=1", "ours-ep=1"), ("hf at this ep", f"hf-ep={ep_of(name)}")):
+        row[f"times\n{title}"] = ""
+        if other in rounds and other != name:
+            gain = ratio(case.rates(mine, by), case.rates(rounds[other], by))
+            row[f"times\n{title}"] = f"{gain:.2f} ({peak_mb(mine) / peak_mb(rounds[other]):.2f})"
+    if (mfu := case.mfu(mine)) is not None:
+        row["MFU"] = f"{mfu:.1%}"
+    return row
+
+
+def ep_of(variant: str) -> int:
+    return int(variant.partition("=")[2] or 1)
+
+
+def of_cpu(case: Case, name: str, figures: Sequence[Figures]) -> Mapping[str, str]:
+    """Medians over all steps of all rounds."""
+    cpu, system, faults = (
+        statistics.median(sum(step) for one in figures for step in getattr(one, kind))
+        for kind in ("cpu", "system", "faults")
+    )
+    floor = "" if case.peak_flops is None else f"{case.flops / case.peak_flops / cpu:.0%}"
+    of_system = f"{system:.2f} ({system / cpu:.0%})"
+    return {
+        "": name,
+        "CPU-s": f"{cpu:.2f}",
+        "in the OS kernel": of_system,
+        "page faults": f"{faults:,.0f}",
+        "floor": floor,
     }
-    said = [
-        f"{case.world_size} ranks on {', '.join(devices)} ({arms.machine()})",
-        f"{arguments.dtype}",
-        f"{case.parameters / 1e6:,.1f} M parameters: {case.layers} layers, hidden {case.shape.model_width}, expert "
-        f"width {case.shape.expert_width}, {case.shape.num_experts} experts, top-{case.shape.top_k}",
-        f"{arguments.rows} x {arguments.seq_length} tokens per rank",
-        f"{arguments.routing} routing",
-        f"aux loss {arguments.router_aux_loss_coef:g}",
-        f"clip {arguments.max_grad_norm:g}",
-        f"AdamW, learning rate {arguments.learning_rate:g}",
-        f"checkpointing {arguments.gradient_checkpointing}",
-    ]
-    said += ["ours not resharded after forward"] * arguments.keep_gathered
-    said += ["torch.compile of ours by region, of transformers' complete model"] * arguments.compile
-    said += [mallocs[arguments.malloc]] * ("cpu" in devices)
-    if case.peak_flops is not None:
-        said += [f"floor: the FLOPs at {case.peak_flops / 1e9:,.0f} GFLOP/s of CPU time, measured here"]
-    said += [f"transformers {version('transformers')}, Python {platform.python_version()}"]
-    said += [f"{arguments.rounds} rounds of {arguments.steps} steps after {arguments.warm_up} of warm-up, interleaved"]
-    return "; ".join(said)
+
+
+def traffic(case: Case, rounds: Rounds) -> list[Mapping[str, str]]:
+    last = {name: figures[-1].more for name, figures in rounds.items()}
+    kinds = [kind for kind in KINDS if any(more["calls"][kind] for more in last.values())]
+    rows: list[Mapping[str, str]] = []
+    for name, more in last.items():
+        sent, calls, theory = more["sent"], more["calls"], case.all_to_all_theory(ep_of(name))
+        rows.append(
+            {
+                "": name,
+                **{kind: f"{sent[kind] / MB:,.1f} ({calls[kind]:.0f})" for kind in kinds},
+                "all": f"{sum(sent.values()) / MB:,.1f}",
+                "all-to-all / theory": f"{sent['all-to-all'] / theory:.4f}" if theory else "",
+            }
+        )
+    return rows
 
 
 if __name__ == "__main__":

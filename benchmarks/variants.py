@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.arms import Arm, Made
+from benchmarks.arms import TIMEOUT, Arm, Made
 from expertmesh.checkpoints.hf.source import open_source
+from expertmesh.moe.experts.model_layers import moe_layers
 from expertmesh.moe.registration import NAME, register_ep_implementation
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.sharding.runtime.process import join_process_group, settle_malloc
@@ -31,6 +32,9 @@ from expertmesh.sharding.state import set_parameter_dtype
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.batch import Batch
 from expertmesh.training.engine.engine import Engine
+
+MAX_GRAD_NORM = 1.0
+"""Of train_ep.py, by default."""
 
 
 def arm_of(name: str, work: argparse.Namespace) -> Arm:
@@ -59,7 +63,7 @@ def parse_variant(name: str) -> tuple[str, int]:
 
 
 def make_ours(work: argparse.Namespace, model: Path, kind: str, ep_size: int) -> Made:
-    ranks = join_process_group(work.use_cpu, work.timeout)
+    ranks = join_process_group(work.use_cpu, TIMEOUT)
     if ranks.device.type == "cpu" and work.malloc != "plain":
         settle_malloc()
     config = TrainConfig(
@@ -69,10 +73,8 @@ def make_ours(work: argparse.Namespace, model: Path, kind: str, ep_size: int) ->
         bf16=work.dtype != "fp32",
         compile=work.compile,
         gradient_checkpointing=work.gradient_checkpointing,
-        reshard_after_forward=not work.keep_gathered,
         learning_rate=work.learning_rate,
         router_aux_loss_coef=work.router_aux_loss_coef,
-        max_grad_norm=work.max_grad_norm,
     )
     # as `expertmesh.load` does, but for parameters in bf16, which no setting has
     engine = Engine(config, open_source(model), ranks)
@@ -81,7 +83,7 @@ def make_ours(work: argparse.Namespace, model: Path, kind: str, ep_size: int) ->
     engine.place()
     engine.model.train()
     if work.routing == "balanced":
-        balance(engine.model)
+        balance_routing(engine.model)
     return Made(engine.model, engine.optimizer, lambda batches: engine.train_step(batches).loss, engine)
 
 
@@ -92,7 +94,7 @@ def make_hf(work: argparse.Namespace, path: Path, kind: str, ep_size: int) -> Ma
         ExpertMeshError: bf16 over fp32 parameters on one rank: there is no FSDP to cast, and under autocast the experts
             stay in fp32; or transformers is too old.
     """
-    ranks = join_process_group(work.use_cpu, work.timeout)
+    ranks = join_process_group(work.use_cpu, TIMEOUT)
     if work.dtype == "bf16" and ranks.world_size == 1:
         raise ExpertMeshError(f"{kind}: --dtype bf16 needs two ranks or more in transformers; use pure-bf16")
     import transformers
@@ -126,7 +128,7 @@ def make_hf(work: argparse.Namespace, path: Path, kind: str, ep_size: int) -> Ma
     if work.compile:
         model.compile()
     if work.routing == "balanced":
-        balance(model)
+        balance_routing(model)
     decayed = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() <= 1]
     optimizer = torch.optim.AdamW(
@@ -138,8 +140,7 @@ def make_hf(work: argparse.Namespace, path: Path, kind: str, ep_size: int) -> Ma
         optimizer.zero_grad()
         output = model(input_ids=batch.tokens_BS, labels=batch.tokens_BS, use_cache=False)
         output.loss.backward()
-        if work.max_grad_norm > 0:
-            clip_as_trainer(model, work.max_grad_norm)
+        clip_as_trainer(model, MAX_GRAD_NORM)
         optimizer.step()
         # the loss that is optimised holds the balancing loss; what is compared is the cross-entropy
         aux = aux_loss * output.aux_loss.detach() if aux_loss > 0 else 0.0
@@ -168,21 +169,15 @@ def clip_as_trainer(model: nn.Module, max_norm: float) -> None:
         clip_grads_with_norm_(parameters, max_norm, total)
 
 
-def forced_experts(num_tokens: int, num_experts: int, top_k: int, device: torch.device) -> Tensor:
-    """experts_TK that give each expert equally many tokens, or one more or less."""
-    return (torch.arange(num_tokens * top_k, device=device) % num_experts).view(num_tokens, top_k)
+def balance_routing(model: Any) -> None:
+    """Have token t choose experts t·K, t·K + 1, ... in place of the router's, all of which then get equally many, or
+    one more or less; weights are still the router's. Of a model of ours or of transformers'."""
 
+    def chosen_in_turn(router: Any, inputs: Any, routing: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+        logits_TE, weights_TK, _ = routing
+        in_turn = torch.arange(weights_TK.numel(), device=logits_TE.device) % logits_TE.shape[1]
+        return logits_TE, weights_TK, in_turn.view(weights_TK.shape)
 
-def balance(model: nn.Module) -> None:
-    """Have the routers send every K-th token on, whatever they think of it; weights are still theirs."""
-
-    def force(router: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
-        logits_TE, weights_TK, _ = output
-        top_k = weights_TK.shape[-1]
-        experts_TK = forced_experts(len(logits_TE), logits_TE.shape[-1], top_k, logits_TE.device)
-        forced_TK = logits_TE.float().softmax(dim=-1).gather(1, experts_TK)
-        return logits_TE, (forced_TK / forced_TK.sum(dim=-1, keepdim=True)).to(weights_TK.dtype), experts_TK
-
-    for module in model.modules():
-        if type(module).__name__.endswith("TopKRouter"):
-            module.register_forward_hook(force)
+    ours = [model.get_submodule(layer.router) for layer in moe_layers(model)]
+    for router in ours or [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]:
+        router.register_forward_hook(chosen_in_turn)

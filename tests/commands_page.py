@@ -68,19 +68,25 @@ class _ParserFound(Exception):
 
 
 def parser_of(command: str) -> argparse.ArgumentParser:
-    """The command's own: also where its `main` makes it."""
+    """The command's own."""
+    parser = parser_within(f"expertmesh.{COMMANDS[command][0]}", command)
+    of_commands = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return of_commands[0].choices[command] if of_commands else parser
+
+
+def parser_within(module: str, *words: str) -> argparse.ArgumentParser:
+    """That with which a module's `main` reads its flags."""
 
     def found(parser: argparse.ArgumentParser, *given: object) -> None:
         raise _ParserFound(parser)
 
-    main: Callable[[list[str]], int] = import_module(f"expertmesh.{COMMANDS[command][0]}").main
+    main: Callable[[list[str]], int] = import_module(module).main
     try:
         with mock.patch.object(argparse.ArgumentParser, "parse_known_args", found):
-            main([command])
+            main([*words])
     except _ParserFound as stopped:
-        parser = stopped.parser
-    of_commands = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    return of_commands[0].choices[command] if of_commands else parser
+        return stopped.parser
+    raise AssertionError(f"{module} reads no flags")
 
 
 def page() -> str:

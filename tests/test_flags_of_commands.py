@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeGuard, get_args
 from unittest import mock
 
 import pytest
@@ -22,6 +22,7 @@ from expertmesh.moe.util.parser import flag_of
 from expertmesh.training.config.flags import FlagParser
 from expertmesh.training.config.train_config import TrainConfig, parse_config
 from tests.checkpoints.test_upcycle import dense_model
+from tests.commands_page import parser_within
 from tests.distributed.pool import RankPool
 from tests.distributed.whole_runs import run_main
 
@@ -56,7 +57,9 @@ LINES = {
 }
 VALUES = {"base": "MODEL", "json": "FILE", "calibrate": "FILE", "imbalance": "2"}
 """Of flags that take a file, or text."""
-BENCHMARKS = [file for file in sorted((ROOT / "benchmarks").glob("*.py")) if "add_argument(" in file.read_text()]
+BENCHMARKS = [file for file in sorted((ROOT / "benchmarks").glob("*.py")) if "parse_args(" in file.read_text()]
+DECLARES = "benchmarks.commands"
+"""Has the names of flags of several."""
 PERMISSIONS = {"overwrite"}
 """They allow what does not come to pass."""
 
@@ -245,24 +248,28 @@ def test_what_is_told(line: str, code: int, told: str, places: dict[str, str], t
 def test_flags_of_benchmarks_are_read(file: Path) -> None:
     """As attributes, or as keys and parameters of these names where they are handed on; in the file or in what it takes
     from others."""
-    flags, words, imported = set(), set(), []
+    flags = {action.dest for action in parser_within(f"benchmarks.{file.stem}")._actions} - {"help"}
+    words, imported = set(), []
     for node in nodes(file):
         match node:
-            case ast.Call(
-                func=ast.Attribute(attr="add_argument"), args=[ast.Constant(value=str(flag)), *_], keywords=said
-            ):
-                named = [
-                    each.value.value for each in said if each.arg == "dest" and isinstance(each.value, ast.Constant)
-                ]
-                flags.add(str(named[0]) if named else flag.lstrip("-").replace("-", "_"))
-            case ast.ImportFrom(module=str(module)) if module.startswith("benchmarks."):
+            case ast.ImportFrom(module=str(module)) if module.startswith("benchmarks.") and module != DECLARES:
                 imported += nodes(ROOT / f"{module.replace('.', '/')}.py")
-    for node in [*nodes(file), *imported]:
+    of_all = [*nodes(file), *imported]
+    # what is only said to be a flag
+    declared = {id(said) for node in of_all if is_declaration(node) for said in node.keywords}
+    for node in of_all:
         match node:
-            case ast.Attribute(attr=word) | ast.arg(arg=word) | ast.keyword(arg=str(word)) | ast.Constant(str(word)):
+            case ast.keyword(arg=str(word)) if id(node) not in declared:
+                words.add(word)
+            case ast.Attribute(attr=word) | ast.arg(arg=word) | ast.Constant(str(word)):
                 words.add(word)
     assert flags
     assert flags <= words
+
+
+def is_declaration(node: ast.AST) -> TypeGuard[ast.Call]:
+    """Whether it says what flags there are, or gathers what such a call is given."""
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in ("parser_of", "dict")
 
 
 def nodes(file: Path) -> list[ast.AST]:

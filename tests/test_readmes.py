@@ -15,6 +15,7 @@ from torch.distributed.run import get_args_parser
 
 from benchmarks.plan_accuracy import cases
 from expertmesh.training.config.train_config import make_parser
+from tests.commands_page import parser_within
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("*.py", "*.yaml", "*.sh", "*.sbatch", "*.html", "*.css", "*.js")
@@ -78,9 +79,11 @@ def flags(text: str) -> list[str]:
 
 @cache
 def options_of(module: str) -> set[str]:
-    """The flags of `python -m module`, by the `add_argument` calls in its source and in that of the modules whose
-    `add_..._flags` it imports: most parsers live inside a `main`."""
+    """The flags of `python -m module`: of a benchmark, by its parser; of others, whose parsers mostly live inside a
+    `main`, by the `add_argument` calls in its source and in that of the modules whose `add_..._flags` it imports."""
     module = module.removeprefix("expertmesh.")
+    if module.startswith("benchmarks.") and module != "benchmarks.inject":
+        return {option for action in parser_within(module)._actions for option in action.option_strings}
     file = ROOT / HANDED_OVER.get(module, module).replace(".", "/")
     source = file / "__main__.py" if file.is_dir() else file.with_suffix(".py")
     tree = list(ast.walk(ast.parse(source.read_text(encoding="utf-8"))))

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import practice
+from benchmarks.small_models import save_model
 from expertmesh.training.config.train_config import TrainConfig, parse_config
 from tests.test_configs import RECIPES
 from tests.test_readmes import DOCS, ROOT, blocks, commands
@@ -68,7 +69,7 @@ def test_a_tiny_model_of_a_family(family: str, tmp_path: Path) -> None:
             assert int(left) + int(sign + right) == int(result)
         assert record["answer"].endswith(f"#### {steps[-1][-1]}")
     practice.save_tokenizer(tmp_path, (record["question"] for record in train))
-    assert practice.save_model(tmp_path, family, seed=0) < 1_000_000
+    assert save_model(tmp_path, family, 0, practice.SIZES) < 1_000_000
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert model.config.model_type == family
     tokens: Any = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template([{"role": "user", "content": "12"}])

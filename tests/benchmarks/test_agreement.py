@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import arms, experts
-from benchmarks.arms import Arm, ArmFailed, Figures, Took, take_turns
+from benchmarks.arms import Arm, ArmFailed, Benchmark, Figures, Took, agree_to, take_turns
 
 UNLIKE = {"off": [2.0, 1.1], "NaN": [2.0, math.nan], "NaN at first": [math.nan, 1.0], "infinite": [2.0, math.inf]}
 AGREE = [2.0, 1.0]
@@ -28,18 +28,16 @@ def command(first: list[float], other: list[float]) -> int:
     def start(module: str, argv: Any, ranks: int, directory: Path, arm: str) -> Any:
         return asdict(Figures(losses[arm]))
 
-    arguments = argparse.Namespace(worker=None, json=None, rounds=1)
-    return arms.command(
+    benchmark = Benchmark(
         "benchmarks.layouts",
-        arguments,
-        [],
-        [Arm("first"), Arm("other")],
-        save_model=lambda path: None,
-        measure=lambda arm, model: Figures(),
-        report=lambda rounds: print(f"shown: {', '.join(rounds)}"),
-        tolerance=1e-5,
+        arms=lambda arguments: [Arm("first"), Arm("other")],
+        save_model=lambda arguments, path: None,
+        measure=lambda arguments, arm, model: Figures(),
+        report=lambda arguments, rounds: print(f"shown: {', '.join(rounds)}"),
+        fault=agree_to(1e-5),
         start=start,
     )
+    return benchmark.main(argparse.Namespace(json=None, rounds=1), [])
 
 
 @pytest.mark.parametrize("unlike", UNLIKE)
@@ -99,7 +97,7 @@ def test_steps_are_timed_after_those_that_warm_up(monkeypatch: pytest.MonkeyPatc
         yield
         within.append(f"ended after loss {next(made) - 1}")
 
-    assert arms.steps_of(lambda: float(next(made)), 1, torch.device("cpu"), first_within=counting()).losses == [4, 6]
+    assert arms.steps_of(lambda: float(next(made)), 1, torch.device("cpu"), first_within=[counting()]).losses == [4, 6]
     assert within == ["begun", "ended after loss 4"]
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.real import made_up, write
+from benchmarks.commands import write_lines
+from benchmarks.real import made_up
 from tests.real.conftest import KEPT
 from tests.test_readmes import DOCS, ROOT, blocks, commands
 
@@ -28,7 +29,7 @@ def test_as_on_the_page(real_model: Path, tmp_path: Path) -> None:
     environment["XDG_CACHE_HOME"] = str(KEPT.parents[1])
     (tmp_path / "train_ep.py").symlink_to(ROOT / "train_ep.py")
     for split, number in (("train", 8), ("test", 2)):
-        write(made_up(number), tmp_path / f"gsm8k-{split}.jsonl")
+        write_lines(made_up(number), tmp_path / f"gsm8k-{split}.jsonl")
     text, page = PAGE.read_text(encoding="utf-8"), tmp_path / "page.md"
     for as_there, in_short in SHORT.items():
         assert text.count(as_there) == 1

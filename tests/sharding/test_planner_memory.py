@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from benchmarks.plan_accuracy import NO_LOSSES, balance_routing, build_run, full_batch
+from benchmarks.plan_accuracy import NO_LOSSES, build_run, full_batch
+from benchmarks.variants import balance_routing
 from expertmesh.sharding.parallelize.recompute import checkpoint_layers
 from expertmesh.sharding.state import local_tensor
 from expertmesh.training.planning.memory import CONTEXT, RING, Memory
