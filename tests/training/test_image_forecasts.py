@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import expertmesh
+from expertmesh.moe.hf_model import image_costs
 from expertmesh.moe.hf_model.build import build_model, count_parameters
 from expertmesh.moe.hf_model.counts import training_flops
 from expertmesh.moe.hf_model.image_costs import image_flops, image_of
@@ -65,6 +66,10 @@ def test_an_image_is_as_the_familys_processor_makes_it(family: str) -> None:
     model = build_model(image_config(family), images=True)
     wanted = picture(model, 2, 3, seed=0)
     found = image_of(model, wanted.tokens)
+    with mock.patch.object(image_costs, "_size_of", side_effect=image_costs._size_of) as looked_for:
+        assert all(map(torch.equal, list(image_of(model, wanted.tokens).values())[1:], list(found.values())[1:]))
+        assert looked_for.call_count == 0, "what is known is looked for again"
+        assert image_of(model, 4 * wanted.tokens)[next(iter(found))].numel() > next(iter(found.values())).numel()
     pixels, sizes = found.values()
     if family == BOTH_WAYS:
         # which pads: as many places as there are
