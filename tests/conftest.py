@@ -66,6 +66,7 @@ def pytest_runtest_setup() -> None:
 
 def pytest_collection_finish() -> None:
     # torch, transformers and the tests themselves stay; a collection that walks through them takes half a second
+    gc.collect()
     gc.freeze()
     gc.enable()
 
