@@ -34,6 +34,7 @@ from tests.tiers import mark_tiers
 from tests.tiny import save_model, save_tokenizer
 
 BEGUN = time.monotonic()
+gc.disable()  # until all tests are collected, none of which is garbage
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -67,6 +68,7 @@ def pytest_collection_finish() -> None:
     # torch, transformers and the tests themselves stay; a collection that walks through them takes half a second
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -181,7 +181,8 @@ def test_flags_win_over_a_recipe(name: str) -> None:
 def test_a_plan_of_a_recipe_is_the_recipes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Every layout that is tried has all that the recipe says of it, and fits; so do the lines that start them."""
     flags = ["--config", str(ROOT / "configs" / f"{name}.yaml"), "--model", str(published(name))]
-    assert main(["plan", *flags, "--gpus", str(gpus_of(name)), "--tp-size", "1", "--json"]) == 0
+    flags += ["--gpus", str(gpus_of(name)), "--tp-size", "1", "--imbalance", "1"]
+    assert main(["plan", *flags, "--json"]) == 0
     plans = json.loads(capsys.readouterr().out)
     assert plans[0]["fits"]
     for plan in plans:
@@ -193,8 +194,8 @@ def test_a_plan_of_a_recipe_is_the_recipes(name: str, capsys: pytest.CaptureFixt
 def test_a_dry_run_of_the_smallest_recipe(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By `--config`, as a plan of it."""
     flags = ["--config", str(ROOT / "configs" / "tiny.yaml"), "--model", str(tiny_model), "--gpus", "4", "--json"]
-    for command in ("plan", "rehearse"):
-        assert main([command, *flags]) == 0
+    for command, more in (("plan", ["--tp-size", "1", "--gradient-checkpointing", "none"]), ("rehearse", [])):
+        assert main([command, *flags, "--imbalance", "1", *more]) == 0
         told = json.loads(capsys.readouterr().out)
         assert all(each["ep"] == 4 for each in told) if command == "plan" else len(told) == 1
 

@@ -23,7 +23,7 @@ from .probe import leaving_no_trace
 
 aten = torch.ops.aten
 _BY_MASK = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
-_TRIAL = "images"
+_TRIAL, _SIZES = "images", "image-sizes"
 _THERE, _HERE = "_expertmesh_on_device", "_expertmesh_in_host_memory"
 _SIDE = 12
 """Patches along a side of the image that is asked about: a multiple of as many as are ever merged to a token's."""
@@ -38,22 +38,31 @@ def image_of(model: Any, tokens: int) -> dict[str, Tensor]:
     Raises:
         ExpertMeshError: it has no such image.
     """
+    key, asked = key_of_facts(model), str(tokens)
+    sizes = recall_trial(key, _SIZES) or {}
+    if asked not in sizes:
+        sizes[asked] = _size_of(model, tokens)
+        keep_trial(key, _SIZES, sizes)
+    if sizes[asked] is None:
+        raise ExpertMeshError(f"--image-tokens {tokens}: {type(model).__name__} has no image of so many tokens")
+    return _inputs(model, *sizes[asked])
+
+
+def _size_of(model: Any, tokens: int) -> tuple[int, int] | None:
+    """Height and width in patches of an image that takes so many tokens; None: there is none."""
     with _without_memory(model):
         rows = _rows(model, _SIDE, _SIDE)
         # a token is a square of patches; some write one more at the end of each of its rows
         found = [(side, ends) for side in range(1, _SIDE + 1) for ends in (0, 1) if _rows_of(side, side, ends) == rows]
-        if found:
-            ((side, ends),) = found
-            merged = _SIDE // side
-            for height in range(int(tokens**0.5), 0, -1):
-                width = tokens // height - ends
-                if width and _rows_of(height, width, ends) == tokens == _rows(model, height * merged, width * merged):
-                    break
-            else:
-                found = []
-    if not found:
-        raise ExpertMeshError(f"--image-tokens {tokens}: {type(model).__name__} has no image of so many tokens")
-    return _inputs(model, height * merged, width * merged)
+        if not found:
+            return None
+        ((side, ends),) = found
+        merged = _SIDE // side
+        for height in range(int(tokens**0.5), 0, -1):
+            width = tokens // height - ends
+            if width and _rows_of(height, width, ends) == tokens == _rows(model, height * merged, width * merged):
+                return height * merged, width * merged
+    return None
 
 
 def small_image(model: Any) -> dict[str, Tensor]:

@@ -124,7 +124,8 @@ def test_forks_are_not_asked_where_torch_could_not_compute_in_them(monkeypatch: 
     monkeypatch.setattr(child, "in_fork", partial(pytest.fail, "a fork"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert not forks_compute()
-    assert in_child(where)[1] == ""
+    monkeypatch.setattr(child, "in_new_process", lambda work: ("a new process", work()))
+    assert in_child(os.getpid) == ("a new process", os.getpid())
 
     def lacks_threads(work: Any) -> Any:
         raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing")
@@ -132,4 +133,4 @@ def test_forks_are_not_asked_where_torch_could_not_compute_in_them(monkeypatch: 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(child, "in_fork", lacks_threads)
     assert not forks_compute()
-    assert in_child(where)[1] == ""
+    assert in_child(os.getpid) == ("a new process", os.getpid())

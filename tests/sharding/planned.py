@@ -29,6 +29,7 @@ from expertmesh.training.planning.planner.costs import Cluster, seconds_among, s
 from expertmesh.training.planning.planner.facts import Cuts, Held, LayerFacts, ModelFacts
 from expertmesh.training.planning.planner.forecasts import Forecasts, alike
 from expertmesh.training.planning.planner.hardware import preset
+from expertmesh.training.planning.planner.model_config import find_config
 from expertmesh.training.planning.planner.pipelines import PlannedPipeline, one_stage
 from tests.tiny import tiny_config
 
@@ -161,6 +162,11 @@ class ByFormula(Forecasts):
             except ExpertMeshError as error:
                 found.append(error)
         return found
+
+
+def by_formula(asked: Any, config: TrainConfig, progress: Any) -> ByFormula:
+    """In place of `plan_command._forecasts`: each layout has figures of its own."""
+    return ByFormula(find_config(config.model).content, is_marked=True)
 
 
 KEPT = {"none": 1.0, "selective": 0.5, "full": 0.1}

@@ -45,7 +45,7 @@ from expertmesh.training.planning.rank_memory import _plan_line
 from tests.distributed.pool import RankPool
 from tests.families.configs import skip_if_older, tiny_config
 from tests.published.models import CONFIGS
-from tests.sharding.planned import ByFormula, launched
+from tests.sharding.planned import ByFormula, by_formula, launched
 from tests.tiers import tiered
 
 ALONE = ("--micro-batch", "1", "--tp-size", "1")
@@ -56,10 +56,6 @@ ALONE = ("--micro-batch", "1", "--tp-size", "1")
 def forecasts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a formula, where a test does not ask for dry runs: what a plan says of figures does not depend on them."""
     if "dry_runs" not in request.fixturenames:
-
-        def by_formula(asked: Any, config: TrainConfig, progress: Any) -> ByFormula:
-            return ByFormula(find_config(config.model).content, is_marked=True)
-
         monkeypatch.setattr(plan_command, "_forecasts", by_formula)
 
 
@@ -348,9 +344,13 @@ def test_plan_in_a_precision(
 @pytest.fixture(scope="module")
 def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As wide, with few layers, whose state takes less than what they compute; and few experts, for few plans."""
-    file = tmp_path_factory.mktemp("shallow") / "config.json"
-    published = json.loads((CONFIGS / "mixtral-8x7b" / "config.json").read_text())
-    file.write_text(json.dumps(published | {"num_hidden_layers": 4, "num_local_experts": 2}))
+    return changed_config(tmp_path_factory.mktemp("shallow"), num_hidden_layers=4, num_local_experts=2)
+
+
+def changed_config(directory: Path, **changes: int) -> Path:
+    """That of Mixtral 8x7B, but for these."""
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads((CONFIGS / "mixtral-8x7b" / "config.json").read_text()) | changes))
     return file
 
 
@@ -487,7 +487,8 @@ def test_tensor_parallelism_that_a_model_cannot_have(
     ],
     ids=lambda value: " ".join(value[2:] or value) if isinstance(value, list) else "",
 )
-def test_mistakes(config_file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    config_file = changed_config(tmp_path, num_hidden_layers=2)
     assert main(["plan", *(str(config_file) if word == "CONFIG" else word for word in arguments)]) == 2
     error = capsys.readouterr().err
     assert said in error
@@ -565,7 +566,8 @@ def test_whose_code_is_assumed(
     model_config = tiny_config(family)
     model_config.save_pretrained(tmp_path)
     arguments = [command, "--model", str(tmp_path), "--gpus", "2", "--max-seq-length", "16"]
-    arguments += ["--per-device-train-batch-size", "1", "--tp-size", "1"]
+    arguments += ["--per-device-train-batch-size", "1", "--tp-size", "1", "--ep-size", "2"]
+    arguments += ["--gradient-checkpointing", "none", "--imbalance", "1"]
     source = inspect.getsource(sys.modules[type(AutoModelForCausalLM.from_config(model_config)).__module__])
     has_packages = re.search(r"\b(mamba_ssm|fla)\b", source) is not None
     assert has_packages == (family != "mixtral")

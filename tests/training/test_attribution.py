@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from textwrap import indent
@@ -356,20 +357,27 @@ def functions_in(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.Fun
             yield from functions_in(node, f"{prefix}{node.name}.")
 
 
-def unlisted_by_text() -> set[str]:
-    """Modules of ours that have an autograd function, a module of a model or Triton kernels and do not say what they
-    are, whether or not a test runs them; but for helpers, and for those that record."""
+@cache
+def computing_by_text() -> set[str]:
+    """Modules of ours that have an autograd function, a module of a model or Triton kernels."""
     found = set()
     for file in sources():
+        text = file.read_text()
         bases = {
             ast.unparse(base).rpartition(".")[2]
-            for node in ast.walk(ast.parse(file.read_text()))
+            for node in (ast.walk(ast.parse(text)) if "Function" in text or "Module" in text else ())
             if isinstance(node, ast.ClassDef)
             for base in node.bases
         }
         if bases & {"Function", "Module"} or file.stem.endswith("_triton"):
             found.add(module_of(file))
-    return {name for name in found if is_silent(name) and not name.startswith(RECORDING)}
+    return found
+
+
+def unlisted_by_text() -> set[str]:
+    """Those of them that do not say what they are, whether or not a test runs them; but for helpers, and for those that
+    record."""
+    return {name for name in computing_by_text() if is_silent(name) and not name.startswith(RECORDING)}
 
 
 def test_every_module_that_has_layers_or_kernels_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,6 +159,8 @@ def test_bad_records_of_a_stream(tmp_path: Path, tokenizer: Any, capsys: pytest.
     again = stream()
     for step in range(11):
         batch(again, step)
+        if step % 3:
+            continue
         place = place_in(json.loads(json.dumps(again.place(step + 1).state())))
         assert batch(stream(step + 1, place), step + 1) == steps[step + 1]
     few = stream(allowed=1)

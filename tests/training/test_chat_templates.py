@@ -501,7 +501,7 @@ def takes(name: str, conversation: str) -> bool:
 def test_found_by_their_place_and_not_by_their_words(tmp_path: Path, name: str) -> None:
     """What is trained on stays the same when every message says the same, be that a word of the template's."""
     tokenizer = with_template(tmp_path, name)
-    for seed, word in enumerate(["assistant", "<|im_end|>"] * 4):
+    for seed, word in enumerate(["assistant", "<|im_end|>"] * 2):
         words = map(f"word{{:0{len(word) - 4}}}".format, itertools.count())
         rows = [
             {"messages": random_conversation(seed, says, name, 1 + seed)}
@@ -536,7 +536,7 @@ def test_few_renderings_find_what_many_do(tmp_path: Path, name: str, monkeypatch
             word = chance.choice(["yo", "</think>", "{{ x }}", "so\n\nso", "«", '"a": "b"'])
             return chance.choice(["", "", "", " ", "\n"]) + word + chance.choice(["", "", "", " ", "\n"])
 
-        row = {"messages": random_conversation(seed, says, name, 40, kinds, has_blanks=True)}
+        row = {"messages": random_conversation(seed, says, name, 24, kinds, has_blanks=True)}
         for train_on in ("assistant", "final", "all"):
             found = spans_or_refusal(tokenizer, row, train_on)
             with monkeypatch.context() as one_by_one:

@@ -31,27 +31,10 @@ NEEDED = ["--model", "m", "--dataset", "d"]
 
 
 GROUPS = (
-    *(
-        "Model",
-        "Data",
-        "Preference training",
-        "Distillation",
-        "Parallelism",
-        "Memory",
-        "Precision and kernels",
-        "Batch and schedule",
-    ),
-    *(
-        "Optimizer",
-        "MoE routing",
-        "Multi-token prediction",
-        "LoRA and freezing",
-        "Evaluation",
-        "Checkpoints and export",
-        "Logging and profiling",
-        "Debugging",
-    ),
-)
+    "Model", "Data", "Preference training", "Distillation", "Parallelism", "Memory", "Precision and kernels",
+    "Batch and schedule", "Optimizer", "MoE routing", "Multi-token prediction", "LoRA and freezing", "Evaluation",
+    "Checkpoints and export", "Logging and profiling", "Debugging",
+)  # fmt: skip
 
 
 def help_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:

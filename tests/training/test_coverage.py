@@ -21,13 +21,13 @@ from expertmesh.moe.util.parser import flag_of
 from expertmesh.training.cluster.commands import main
 from expertmesh.training.config.train_config import TrainConfig, flags_of_config, parse_config
 from expertmesh.training.engine import engine
-from expertmesh.training.planning import tables
+from expertmesh.training.planning import plan_command, tables
 from expertmesh.training.planning.coverage import NO_EFFECT, check_covered, not_modelled
 from expertmesh.training.planning.planner.forecasts import LAYOUT, alike
 from expertmesh.training.planning.tables import launch_line
 from tests.families.configs import tiny_config
 from tests.flags import last_of_each
-from tests.sharding.planned import launched
+from tests.sharding.planned import by_formula, launched
 from tests.training.other_values import BESIDE, other
 
 SETTINGS = {setting.name: setting for setting in fields(TrainConfig)}
@@ -137,7 +137,10 @@ def test_what_has_no_effect_changes_no_figure(tmp_path: Path, capsys: pytest.Cap
         assert figures("rehearse", [*flags, *common], capsys) == base["rehearse"]
 
 
-def test_what_is_not_modelled_is_told_beside_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_modelled_is_told_beside_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_command, "_forecasts", by_formula)
     tiny_config("mixtral").save_pretrained(tmp_path)
     common = ["--gpus", "1", "--tp-size", "1", "--max-seq-length", "32", "--per-device-train-batch-size", "1"]
     common += ["--gradient-checkpointing", "none"]

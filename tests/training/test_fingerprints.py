@@ -16,7 +16,7 @@ import yaml
 from expertmesh.moe.util.errors import ExpertMeshError
 from expertmesh.training.config import train_config
 from expertmesh.training.config.moves import Moves
-from expertmesh.training.config.train_config import TrainConfig, flags_of_config, make_parser, parse_config, read_by
+from expertmesh.training.config.train_config import TrainConfig, flags_of_config, parse_config, read_by
 from expertmesh.training.data import sample_cache
 from expertmesh.training.data.labels import LABELLED_ANSWERS
 from expertmesh.training.data.pairs import PAIRS
@@ -30,7 +30,7 @@ from expertmesh.training.start.fingerprints import Facts, exports_alike, recorde
 from expertmesh.training.start.inputs import added_tokens, data_options
 from expertmesh.training.start.resume import check_data_order, compare_run
 
-SETTINGS, PARSER = fields(TrainConfig), make_parser()
+SETTINGS = fields(TrainConfig)
 # fmt: off
 BASES: list[dict[str, Any]] = [
     {}, {"global_batch_size": None}, {"adapter": "lora"}, {"task": "dpo"}, {"task": "kto"}, {"bf16": True},
@@ -194,10 +194,7 @@ def resumed(one: TrainConfig, other: TrainConfig) -> str:
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
-def test_every_setting_moves_what_it_declares(
-    setting: Field[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(train_config, "make_parser", lambda beside=(): PARSER)
+def test_every_setting_moves_what_it_declares(setting: Field[Any], tmp_path: Path) -> None:
     one, other = runs_apart(setting)
     moves = train_config.MOVES[setting.name]
     before, after = keys_in(one)[1], keys_in(other)[1]
@@ -217,7 +214,7 @@ def test_every_setting_moves_what_it_declares(
         assert bool(said) == (Moves.BATCHES in moves)
 
     # as flags and as a file have it
-    content = {name: value for name, value in asdict(other).items() if value is not None}
+    content = {name: value for name, value in asdict(other).items() if value != train_config.DEFAULTS[name]}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
     words = [] if other.init_adapter else [flags_of_config(other), ["--config", str(tmp_path / "run.yaml")]]
     for spelled in map(parse_config, words):

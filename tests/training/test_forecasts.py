@@ -35,6 +35,7 @@ from expertmesh.training.planning.rehearsal.world import rehearse
 from tests.families.configs import tiny_config
 from tests.published.models import CONFIGS
 from tests.sharding.planned import launched
+from tests.tiers import tiered
 from tests.tiny import tiny_config as tiny_mixtral
 from tests.training.dry_runs import CLUSTER, SETTINGS, flags_of
 
@@ -179,12 +180,12 @@ def test_a_runs_forecast_in_a_new_process_is_that_of_a_fork(own_cache: Path, mon
     if torch.version.cuda and not child.forks_compute():
         pytest.skip("torch's build for CUDA has threads behind a backward of a pretended GPU, as of a test before")
     tiny_mixtral().save_pretrained(own_cache / "model")
-    source, pipeline = open_source(own_cache / "model"), asked(pp_size=2, global_batch_size=4)
+    source = open_source(own_cache / "model")
     found = []
     for forks in (True, False):
         monkeypatch.setattr(child, "forks_compute", lambda forks=forks: forks)
         monkeypatch.setenv("XDG_CACHE_HOME", str(own_cache / str(forks)))
-        found.append(rank_memory._forecast(source, pipeline))
+        found.append(rank_memory._forecast(source, asked(ep_size=2)))
     assert found[0] == found[1]
 
 
@@ -205,8 +206,9 @@ class _Noting(TrainConfig):
 NOTED: set[str] = set()
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("name", ["hybrid", "LoRA beside nf4", "shared rows", "divided, and shared rows", "frozen"])
+@pytest.mark.parametrize(
+    "name", tiered(["hybrid", "LoRA beside nf4", "divided, and shared rows"], slow=["shared rows", "frozen"])
+)
 def test_no_figure_depends_on_a_setting_that_is_not_in_the_key(name: str) -> None:
     """What a dry run reads of settings beside those is at its default in what is run."""
     family, world_size, flags = SETTINGS[name]
@@ -220,10 +222,15 @@ def test_no_figure_depends_on_a_setting_that_is_not_in_the_key(name: str) -> Non
         assert getattr(config, setting) == getattr(TrainConfig(model="-"), setting), setting
 
 
-def test_damaged_files_are_made_again(own_cache: Path) -> None:
-    account = forecasts_of().account(asked())
+def test_damaged_files_are_made_again(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = forecasts_of()
+    account = own.account(asked())
     whole = {file: file.read_text() for file in files(own_cache)}
     assert len(whole) >= 2
+    # found out again at once
+    facts = own.facts(asked().config)
+    monkeypatch.setattr(engine, "rehearsed_facts", lambda *arguments: facts)
+    monkeypatch.setattr(engine, "account_of", lambda *arguments: account)
     for content in ("", "[]", "{}", '{"found": 1}', "more digits"):
         for file, text in whole.items():
             file.write_text(text.replace('"num_experts": ', '"num_experts": 1').replace('"peak": ', '"peak": 1'))
@@ -236,7 +243,7 @@ def test_damaged_files_are_made_again(own_cache: Path) -> None:
     unread = next(iter(whole)).with_name("of-another-release.json")
     unread.write_text("{}")
     os.utime(unread, (0, 0))
-    forecasts_of().account(asked(ep_size=2))
+    assert forecasts_of().account(asked(ep_size=2)) == account
     assert not unread.exists()
     assert all(file.exists() for file in whole)
 

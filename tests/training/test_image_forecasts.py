@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import expertmesh
+from expertmesh.moe.hf_model import image_costs
 from expertmesh.moe.hf_model.build import build_model, count_parameters
 from expertmesh.moe.hf_model.counts import training_flops
 from expertmesh.moe.hf_model.image_costs import image_flops, image_of
@@ -29,7 +30,16 @@ from expertmesh.training.planning.rehearsal.world import rehearse
 from expertmesh.training.steps.micro_batch import StepCounts
 from tests.distributed.pool import RankPool
 from tests.distributed.test_pipeline_rehearsal import on_a_cpu
-from tests.images import BOTH_WAYS, FAMILIES, GRIDS, collated, image_config, image_model, picture, sample
+from tests.images import (
+    BOTH_WAYS,
+    FAMILIES,
+    GRIDS,
+    collated,
+    image_config,
+    image_model,
+    picture,
+    sample,
+)
 from tests.tiers import tiered
 from tests.training.dry_runs import CLUSTER
 
@@ -37,6 +47,8 @@ TOKENS, LENGTH = 6, 24
 WORLD_SIZE = 4
 GATHERED = ("all-gather", "forward")
 QUICK = ["qwen3_vl_moe", BOTH_WAYS]
+FEW: dict[str, dict[str, Any]] = {"qwen3_vl_moe": {"num_hidden_layers": 2}}
+"""As few layers of text as take features of the tower."""
 
 
 def config_of(**changes: Any) -> TrainConfig:
@@ -54,6 +66,10 @@ def test_an_image_is_as_the_familys_processor_makes_it(family: str) -> None:
     model = build_model(image_config(family), images=True)
     wanted = picture(model, 2, 3, seed=0)
     found = image_of(model, wanted.tokens)
+    with mock.patch.object(image_costs, "_size_of", side_effect=image_costs._size_of) as looked_for:
+        assert all(map(torch.equal, list(image_of(model, wanted.tokens).values())[1:], list(found.values())[1:]))
+        assert looked_for.call_count == 0, "what is known is looked for again"
+        assert image_of(model, 4 * wanted.tokens)[next(iter(found))].numel() > next(iter(found.values())).numel()
     pixels, sizes = found.values()
     if family == BOTH_WAYS:
         # which pads: as many places as there are
@@ -88,7 +104,8 @@ def flops_of_transformers(model: Any, image: dict[str, Any]) -> int:
 
 def needed(config: TrainConfig, tokens: int) -> float:
     """FLOPs of a dry run of a step with an image of so many tokens, or without one."""
-    step = rehearse(asked(config, trained=0.5, image_tokens=tokens), image_config("qwen3_vl_moe"))
+    model_config = image_config("qwen3_vl_moe", **FEW["qwen3_vl_moe"])
+    step = rehearse(asked(config, trained=0.5, image_tokens=tokens), model_config)
     return sum(event.needed for event in step.recorder.events)
 
 
@@ -101,7 +118,7 @@ def needed_by_text() -> float:
 @pytest.mark.parametrize("trained", [["tower", "projector"], ["projector"], []])
 def test_flops_are_those_that_torch_counts(trained: list[str]) -> None:
     """Of a step of transformers' class, of a dry run, and of what MFU is reckoned by."""
-    theirs = image_model("qwen3_vl_moe")
+    theirs = image_model("qwen3_vl_moe", **FEW["qwen3_vl_moe"])
     config = config_of(train_vision=trained)
     ours = build_rehearsed(config, theirs.config, "cpu")
     image = {name: torch.zeros(x.shape) if x.is_meta else x for name, x in image_of(ours, TOKENS).items()}
@@ -164,49 +181,54 @@ def test_the_tower_stands_before_the_first_layer() -> None:
     assert with_image["after"].kept == without["after"].kept
 
 
-def waits_of(family: str, image_tokens: int) -> int:
-    """How often the host waits for a GPU in a step of one micro-batch."""
-    given = asked(config_of(ep_size=2, use_cpu=False), trained=0.5, image_tokens=image_tokens)
-    return rehearse(replace(given, world_size=WORLD_SIZE, device="cuda"), image_config(family)).recorder.waits
+FLAGS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "the projector": {"train_vision": ["projector"]},
+    "recomputed": {"gradient_checkpointing": "full"},
+}
+"""By what is trained, and how."""
+
+
+class Called(NamedTuple):
+    """The collectives of a step of one micro-batch on a rank with a GPU; and how often the host waits for it."""
+
+    collectives: list[tuple[Any, ...]]
+    waits: int
+
+
+@cache
+def called(
+    family: str, flags: str = "all", tokens: int = TOKENS, is_large: bool = False, is_here: bool = True
+) -> Called:
+    """
+    Args:
+        tokens: of the image that a rank has. is_here: whether it is this one.
+        is_large: whether the tower counts as a large one, and is sharded by block.
+    """
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(tower, "LARGEST_IN_ROOT", 0 if is_large else tower.LARGEST_IN_ROOT)
+        if tokens:
+            over = StepCounts.over
+            patched.setattr(StepCounts, "over", lambda counts, number: replace(over(counts, number), has_images=True))
+        if not is_here:
+            patched.setattr(world, "_with_images", lambda batch, *others: batch)
+        given = asked(config_of(ep_size=2, use_cpu=False, **FLAGS[flags]), trained=0.5, image_tokens=tokens)
+        given = replace(given, world_size=WORLD_SIZE, device="cuda")
+        recorder = rehearse(given, image_config(family, **FEW.get(family, {}))).recorder
+    return Called([(e.collective, e.ranks, e.sent, e.phase) for e in recorder.events if e.collective], recorder.waits)
 
 
 @pytest.mark.parametrize("family", tiered(QUICK, GRIDS[1:]))
 def test_an_image_is_not_waited_for(family: str) -> None:
-    assert waits_of(family, TOKENS) == waits_of(family, 0)
-
-
-def collectives_of(family: str, is_large: bool, has_image: bool, **flags: Any) -> list[tuple[Any, ...]]:
-    """What a rank with a GPU calls in a step in which another one has an image."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(tower, "LARGEST_IN_ROOT", 0 if is_large else tower.LARGEST_IN_ROOT)
-        over = StepCounts.over
-        patched.setattr(StepCounts, "over", lambda counts, number: replace(over(counts, number), has_images=True))
-        if not has_image:
-            patched.setattr(world, "_with_images", lambda batch, *others: batch)
-        given = asked(config_of(ep_size=2, use_cpu=False, **flags), trained=0.5, image_tokens=TOKENS)
-        step = rehearse(replace(given, world_size=WORLD_SIZE, device="cuda"), image_config(family))
-    return [(e.collective, e.ranks, e.sent, e.phase) for e in step.recorder.events if e.collective]
-
-
-FLAGS: list[dict[str, Any]] = [{}, {"train_vision": ["projector"]}, {"gradient_checkpointing": "full"}]
-CASES = [*(("qwen3_vl_moe", flags) for flags in FLAGS), *((family, FLAGS[0]) for family in FAMILIES[1:])]
-
-
-@cache
-def called_with_an_image(is_large: bool) -> list[tuple[Any, ...]]:
-    """By a rank of the first case that has an image itself."""
-    family, flags = CASES[0]
-    return collectives_of(family, is_large, True, **flags)
+    assert called(family).waits == called(family, tokens=0).waits
 
 
 def test_a_large_tower_is_gathered_by_block() -> None:
     """By forecast: as many bytes in its forward, none of them twice; in more collectives, of which none is larger than
     a block or what lies around."""
-    blocks = build_rehearsed(config_of(), image_config(CASES[0][0]), "cpu").model.visual.blocks
-    sent = [
-        [size for collective, _, size, phase in called_with_an_image(is_large) if (collective, phase) == GATHERED]
-        for is_large in (False, True)
-    ]
+    blocks = build_rehearsed(config_of(), image_config(QUICK[0]), "cpu").model.visual.blocks
+    steps = [called(QUICK[0], is_large=is_large) for is_large in (False, True)]
+    sent = [[size for name, _, size, phase in step.collectives if (name, phase) == GATHERED] for step in steps]
     assert len(sent[1]) - len(sent[0]) == len(blocks)
     assert sum(sent[1]) == pytest.approx(sum(sent[0]), rel=0.01)
     of_blocks = sum(p.nbytes for p in blocks.parameters())
@@ -216,17 +238,17 @@ def test_a_large_tower_is_gathered_by_block() -> None:
 @pytest.mark.parametrize("is_large", [False, True])
 @pytest.mark.parametrize(
     ("family", "flags"),
-    tiered([CASES[0]], CASES[1:4], CASES[4:]),
+    tiered(
+        [("qwen3_vl_moe", "all")],
+        [("qwen3_vl_moe", "the projector"), ("qwen3_vl_moe", "recomputed"), (FAMILIES[1], "all")],
+        [(family, "all") for family in FAMILIES[2:]],
+    ),
 )
-def test_a_rank_without_images_calls_the_others_collectives(family: str, flags: dict[str, Any], is_large: bool) -> None:
+def test_a_rank_without_images_calls_the_others_collectives(family: str, flags: str, is_large: bool) -> None:
     """On GPUs too, where units are gathered ahead: in the same order, and of the same sizes."""
-    if (family, flags) == CASES[0]:
-        wanted = called_with_an_image(is_large)
-    else:
-        wanted = collectives_of(family, is_large, True, **flags)
-    found = collectives_of(family, is_large, False, **flags)
-    assert found == wanted
-    assert len(wanted) > 20
+    wanted = called(family, flags, is_large=is_large).collectives
+    assert called(family, flags, is_large=is_large, is_here=False).collectives == wanted
+    assert len(wanted) > 15
 
 
 def figures(family: str, flags: dict[str, Any], is_large: bool, is_real: bool) -> tuple[list[Any], int]:

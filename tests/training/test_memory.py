@@ -26,14 +26,14 @@ from expertmesh.training.data.batch import AS_LONG_AS_LONGEST, collate_rows
 from expertmesh.training.data.sample_cache import load_samples
 from expertmesh.training.data.sequences import make_rows
 from expertmesh.training.data.tokenizing import DataOptions
-from expertmesh.training.planning import rank_memory
+from expertmesh.training.planning import plan_command, rank_memory
 from expertmesh.training.planning.memory import Memory
 from expertmesh.training.planning.rank_memory import Forecast, longest_sequence
 from expertmesh.training.run import run
 from tests.distributed.pool import RankPool
 from tests.distributed.whole_runs import tell_with_forecast
 from tests.families.configs import tiny_config
-from tests.sharding.planned import launched
+from tests.sharding.planned import by_formula, launched
 from tests.tiers import tiered
 from tests.training.test_pairs import tokenizer_in
 
@@ -58,30 +58,29 @@ def test_what_no_batch_fits_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "flags",
-    tiered(
-        ["--ep-size 2 --pp-size 2 --pipeline-layers 1,1 --gradient-checkpointing --elastic"],
-        slow=[
-            "--bf16 --offload-activations --gradient-checkpointing --compile --eval-ratio 0.1",
-            "--adapter lora --base-dtype nf4 --merge --optim adamw_bf16 --learning-rate 1 --gradient-checkpointing",
-        ],
-    ),
+    [
+        "--ep-size 2 --pp-size 2 --pipeline-layers 1,1 --gradient-checkpointing --elastic",
+        "--bf16 --offload-activations --gradient-checkpointing --compile --eval-ratio 0.1",
+        "--adapter lora --base-dtype nf4 --merge --optim adamw_bf16 --learning-rate 1 --gradient-checkpointing",
+    ],
 )
 def test_what_would_fit_is_tried_by_a_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: str
 ) -> None:
-    """The refusal of a run on GPUs names a command that takes what it says, and tries."""
+    """The refusal of a run on GPUs names a command that takes what it says, and tries (here by a formula)."""
+    monkeypatch.setattr(plan_command, "_forecasts", by_formula)
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     tiny_config("mixtral").save_pretrained(tmp_path)
     given = ["--model", str(tmp_path), "--dataset", "d", "--max-seq-length", "64", "--resume", "auto"]
     config = parse_config([*given, *flags.split()])
     with pytest.raises(ExpertMeshError, match="to find settings that fit, run `") as raised:
-        replace(forecast_of(10, 1, 0.8), before=0.0).check(4, config)
+        replace(forecast_of(10, 1, 8), before=0.0).check(4, config)
     command = shlex.split(str(raised.value).split("`")[1])
     assert command[:4] == ["python", "-m", "expertmesh.sharding", "plan"]
     assert plan([*command[3:], "--per-device-train-batch-size", "1", "--tp-size", "1", "--ep-size", "2"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"fits on 4 GPUs \(.*; 2 per node\): .* of 0\.8 GiB per GPU", said)
+    assert re.search(r"fits on 4 GPUs \(.*; 2 per node\): .* of 8\.0 GiB per GPU", said)
     run = parse_config(launched(said))
     for name in ("model", "max_seq_length", "bf16", "optim", "adapter", "base_dtype"):
         assert getattr(run, name) == getattr(config, name)
@@ -156,7 +155,7 @@ def forecast_and_copied(argv: list[str]) -> tuple[float, int]:
     return found["forecast"].copies, found["copied"]
 
 
-@pytest.mark.parametrize("flags", ["--ep-size 2", "--ep-size 2 --adapter lora"])
+@pytest.mark.parametrize("flags", tiered(["--ep-size 2 --adapter lora"], slow=["--ep-size 2"]))
 def test_copies_are_forecast_as_they_are_made(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path, flags: str
 ) -> None:

@@ -144,10 +144,10 @@ def test_products_in_fp8() -> None:
     assert event_seconds(product, fast) == pytest.approx(product.flops / 1e3, rel=1e-3)
 
 
-def rehearsed(name: str, **settings: Any) -> tuple[Rehearsed, Any]:
-    """Two full-width layers on 8 ranks."""
+def rehearsed(name: str, layers: int = 2, **settings: Any) -> tuple[Rehearsed, Any]:
+    """Full-width layers on 8 ranks."""
     model_config = find_config(str(CONFIGS / name)).load()
-    model_config.num_hidden_layers = 2
+    model_config.num_hidden_layers = layers
     config = TrainConfig(
         model="-",
         dataset=["-"],
@@ -196,9 +196,9 @@ def test_a_step_of_weighted_data_is_as_any_other(tp_size: int) -> None:
             inputs = {WEIGHT: torch.ones(len(index_N))}
             return replace(batch, for_loss=LossBatch(index_N, index_N, 1, inputs, index_N, 1, cp_group))
 
-    plain, _ = rehearsed("qwen3-30b-a3b", tp_size=tp_size)
+    plain, _ = rehearsed("qwen3-30b-a3b", 1, tp_size=tp_size)
     with mock.patch.object(world, "_batch", weighted):
-        step, _ = rehearsed("qwen3-30b-a3b", tp_size=tp_size)
+        step, _ = rehearsed("qwen3-30b-a3b", 1, tp_size=tp_size)
     of_head = [[event for event in of.recorder.events if event.place.part == "LM head, loss"] for of in (plain, step)]
     kernels = [Counter(event.name for event in events if event.name.endswith("_kernel")) for events in of_head]
     products = [[event.flops for event in events if event.flops] for events in of_head]

@@ -214,7 +214,7 @@ def test_what_a_step_needs_is_the_same_by_every_kernel(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], ep_size: str
 ) -> None:
     """FLOPs of one expert, of few one after the other, and of many at once; also of GEMMs that are written in place."""
-    model = save_config(tmp_path, 2)
+    model = save_config(tmp_path, 1)
     needed = [
         accounts(model, capsys, "--ep-size", ep_size, "--expert-kernel", kernel)[0]["needed"]
         for kernel in ("loop", "torch-grouped", "quack")

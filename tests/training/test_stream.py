@@ -73,7 +73,7 @@ def test_every_record_once_an_epoch_and_from_any_step_on(tmp_path: Path, tokeniz
     assert sorted(epochs[0][:6]) == windows != epochs[0][:6], "shuffled within a window of 6"
     if packing:
         assert max(map(len, itertools.chain(*steps))) > 1
-    for step in (9, 11, 13, 15):
+    for step in (9, 15):
         later = stream_of(tmp_path / "data", tokenizer, packing=packing)
         later.begin_at(step, place_in(json.loads(json.dumps(stream.place(step).state()))))
         assert later.place(step) == stream.place(step), "saved again before a batch is made"
@@ -106,8 +106,8 @@ def test_turns_as_samples(tmp_path: Path, tokenizer: Any) -> None:
     for epoch in range(3):
         seen = itertools.chain(*steps[3 * epoch : 3 * epoch + 3])
         assert sorted(seen) == sorted(sample.tokens for sample in kept)
-    for step, place in enumerate(places[:-1]):
-        assert batches(place, step, step + 1)[0] == [steps[step]]
+    for step in (1, 3, 5, 8):
+        assert batches(places[step], step, step + 1)[0] == [steps[step]]
 
 
 def test_from_every_step_on(tmp_path: Path, tokenizer: Any) -> None:
@@ -133,6 +133,8 @@ def test_epochs_are_those_of_samples_in_the_cache(tmp_path: Path, tokenizer: Any
     for step in range(1, 9):
         stream.batch(step - 1, 5)
         assert stream.epoch(step) == math.floor(step / order.steps_per_epoch)
+        if step not in (1, 4, 8):
+            continue
         later = Stream("--dataset", stream.files, tokenizer, stream.options, packing=False, size=size, seed=3)
         later.begin_at(step, stream.place(step))
         later.batch(step, 5)

@@ -25,6 +25,9 @@ LIMITS = {
 _OF_PARSERS = ("choices", "const", "help", "metavar", "nargs", "type")
 """Metadata of a field that go to `add_argument`."""
 
+_FOUND_OUT = ("help", "choices")
+"""Those that may be functions, which are asked when a parser is made."""
+
 
 class FlagParser(Parser):
     """Has a flag for each field of a dataclass.
@@ -62,9 +65,8 @@ class FlagParser(Parser):
             if title not in groups:
                 groups[title] = self.add_argument_group(title)
             self._add_flag(groups[title], setting)
-        tables = (vars(base).get("OTHERS", {}) for base in settings.__mro__)
         actions = {action.dest: action for action in self._actions}
-        self.others = OtherTools(actions, (table() if callable(table) else table for table in tables))
+        self.others = OtherTools(actions, (table() if callable(table) else table for table in _tables(settings)))
 
     def check_names(self, arguments: Sequence[str]) -> None:
         """
@@ -162,7 +164,7 @@ class FlagParser(Parser):
         arguments: dict[str, Any] = {"type": value_type(setting), **own}
         names = [setting.name, *setting.metadata.get("aliases", ())]
         self.names |= dict.fromkeys(names, setting.name)
-        arguments |= {name: arguments[name]() for name in ("help", "choices") if callable(arguments.get(name))}
+        arguments |= {name: arguments[name]() for name in _FOUND_OUT if callable(arguments.get(name))}
         arguments["default"] = default_of(setting)
         if arguments["type"] is bool:
             del arguments["type"]
@@ -173,6 +175,17 @@ class FlagParser(Parser):
         elif get_origin(arguments["type"]) is Literal:
             arguments.update(type=str, choices=get_args(arguments["type"]))
         group.add_argument(*map(flag_of, names), dest=setting.name, **arguments)
+
+
+def found_out(settings: type) -> list[Any]:
+    """What the functions return now that say something of a class's flags: all that two parsers of it can differ in."""
+    metadata = (setting.metadata.get(name) for setting in fields(settings) for name in _FOUND_OUT)
+    return [function() for function in (*metadata, *_tables(settings)) if callable(function)]
+
+
+def _tables(settings: type) -> list[Any]:
+    """What other tools call the settings, or a function that returns it, of each class that has some."""
+    return [vars(base)["OTHERS"] for base in settings.__mro__ if "OTHERS" in vars(base)]
 
 
 def group_of(settings: type, name: str) -> str:

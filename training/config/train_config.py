@@ -8,6 +8,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import Field, asdict, dataclass, fields, replace
 from datetime import date
 from functools import cached_property
@@ -24,7 +25,7 @@ from ...moe.util.errors import ExpertMeshError, SeveralMistakes, problems_of
 from ...moe.util.parser import flag_of, unknown_name
 from ...sharding.parallelize.choices import Strategy
 from ...sharding.topology import Topology
-from .flags import LIMITS, FlagParser, default_of, is_switch, of_class, value_type
+from .flags import LIMITS, FlagParser, default_of, found_out, is_switch, of_class, value_type
 from .moves import Moves
 from .settings import (
     ENGINE,
@@ -429,6 +430,21 @@ def make_config(settings: Mapping[str, Any]) -> TrainConfig:
 
 
 def make_parser(beside: Sequence[str] = ()) -> FlagParser:
+    """One of one's own; what parsers have in common is made again only once something has been registered."""
+    now, (of, parser) = found_out(TrainConfig), _PARSERS.get(tuple(beside), (None, None))
+    if parser is None or of != now:
+        parser = _made_parser(tuple(beside))
+        _PARSERS[tuple(beside)] = now, parser
+    own = copy(parser)
+    own.passed_over = []
+    return own
+
+
+_PARSERS: dict[tuple[str, ...], tuple[list[Any], FlagParser]] = {}
+"""By the flags beside: a parser, which takes longer to make than all else of parsing, and what was found out for it."""
+
+
+def _made_parser(beside: Sequence[str]) -> FlagParser:
     parser = FlagParser(
         TrainConfig,
         beside,
