@@ -50,6 +50,7 @@ PRELOAD = [
     *(name for package in (moe, sharding, checkpoints, training) for name in modules_of(package)),
     "expertmesh.train_ep",
     "tests.distributed.reference",
+    "tests.distributed.preloaded",
 ]
 
 
