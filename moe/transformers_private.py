@@ -173,12 +173,22 @@ def calls(kind: type, name: str) -> bool:
 
 def mentions(function: Callable[..., Any], name: str) -> bool:
     """Whether a function's own code looks up an attribute of this name."""
-    return _mentions(inspect.unwrap(function).__code__, name)
+    return name in looked_up(function)
+
+
+def looked_up(function: Callable[..., Any]) -> frozenset[str]:
+    """Names of all attributes and globals that a function's own code looks up."""
+    return _looked_up(inspect.unwrap(function).__code__)
+
+
+@cache
+def _looked_up(code: CodeType) -> frozenset[str]:
+    """By a function, and by those defined in it."""
+    return frozenset(code.co_names).union(*(_looked_up(c) for c in code.co_consts if isinstance(c, CodeType)))
 
 
 def _mentions(code: CodeType, name: str) -> bool:
-    """Whether a function, or one defined in it, looks up a global or an attribute of this name."""
-    return name in code.co_names or any(_mentions(c, name) for c in code.co_consts if isinstance(c, CodeType))
+    return name in _looked_up(code)
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])

@@ -28,7 +28,7 @@ if not torch.cuda.is_available():
     # read when triton is imported, by this process or a rank: kernels then run in Python, on the CPU
     os.environ["TRITON_INTERPRET"] = "1"
 
-from tests.distributed.pool import RankPool
+from tests.distributed.pool import RankPool, start_fork_server
 from tests.gpus import SetCapability
 from tests.tiers import mark_tiers
 from tests.tiny import save_model, save_tokenizer
@@ -97,7 +97,7 @@ def in_common(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, in_common: Path) -> None:
+def _own_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, in_common: Path) -> None:
     """Keep `datasets` and the planner from writing to, or reading from, the cache of whoever runs the tests.
 
     What the planner measures, and what is seen of models, is common to the processes that pytest-xdist starts.
@@ -110,6 +110,8 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, in_common: Path) -> Non
         sys.modules["datasets"].config.HF_DATASETS_CACHE = directory
         sys.modules["datasets"].disable_progress_bars()
     os.environ["XDG_CACHE_HOME"] = str(in_common / "cache")
+    if any("ranks" in getattr(item, "fixturenames", []) for item in request.session.items):
+        start_fork_server()  # which has these variables, and nothing of any test
 
 
 @pytest.fixture

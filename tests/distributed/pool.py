@@ -1,21 +1,27 @@
 """Persistent worker processes that stand in for ranks: started once, used by every distributed test.
 
 Starting eight interpreters with torch and transformers costs more than most tests, so the workers are forked from one
-process that has imported everything, and each job only joins and leaves a process group.
+process that has imported everything, and each job only joins and leaves a process group. That process is itself a fork
+of the tests', made before the first of them begins: to start it by itself takes ten CPU seconds.
 
 As torchrun's agent does, this process holds the store at which the ranks of a job meet: were it to be rank 0's, a rank
 that came before it would be refused, and would only try again after most of a second.
 """
 
+import atexit
 import gc
 import io
 import multiprocessing
 import os
 import pkgutil
+import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.util import get_temp_dir
 from types import ModuleType
 from typing import Any
 
@@ -50,7 +56,33 @@ PRELOAD = [
     *(name for package in (moe, sharding, checkpoints, training) for name in modules_of(package)),
     "expertmesh.train_ep",
     "tests.distributed.reference",
+    "tests.distributed.preloaded",
 ]
+
+
+def start_fork_server() -> None:
+    """Have a fork of this process be the server of multiprocessing's context "forkserver", which elsewhere is a new
+    interpreter."""
+    if torch.cuda.is_initialized():  # which no fork could use
+        return
+    address = os.path.join(get_temp_dir(), "fork-server")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        alive_read, alive_write = os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if not (pid := os.fork()):
+            try:
+                atexit._clear()
+                os.close(alive_write)
+                forkserver.main(listener.fileno(), alive_read, PRELOAD)
+            finally:
+                os._exit(1)
+        os.close(alive_read)
+    server: Any = forkserver
+    server = server._forkserver
+    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, alive_write, pid
 
 
 class RankFailure(AssertionError):

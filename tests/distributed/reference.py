@@ -77,11 +77,17 @@ def in_our_layout(model: Any, what: str) -> dict[str, Tensor]:
 def sharded_model(path: Path, topology: Topology, case: Case) -> tuple[Any, Any, Any]:
     """(model, mesh, checkpoint): `path` loaded onto the ranks of the current process group, as a run assembles it."""
     config = config_of(case, topology)
-    source = with_token_rows(replace(config, model=str(path)), open_source(path))
-    kernel = FP8 if case.kernel == FP8.name else KERNELS.get(case.kernel)
-    model = assemble(config, source, "cpu", lambda *_: KernelChoice(kernel, "the case's")).model
+    source, model = assembled(path, config, case.kernel)
     mesh = build_mesh("cpu", topology)
     return model, mesh, place(config, model, source, mesh, torch.device("cpu"))
+
+
+def assembled(path: Path, config: TrainConfig, kernel: str) -> tuple[Any, Any]:
+    """(what it is built of, a model on the meta device). What is found out about the model is kept for all processes:
+    before there are ranks, each of which would find it out at the same time."""
+    source = with_token_rows(replace(config, model=str(path)), open_source(path))
+    choice = KernelChoice(FP8 if kernel == FP8.name else KERNELS.get(kernel), "the case's")
+    return source, assemble(config, source, "cpu", lambda *_: choice).model
 
 
 def config_of(case: Case, topology: Topology) -> TrainConfig:

@@ -28,7 +28,8 @@ from tests.tiny import save_tokenizer
 
 trl = pytest.importorskip("trl")
 
-STEPS, WARM_UP, CLIP, ACCUMULATION, ROWS = 6, 2, 0.5, 2, 2
+STEPS, EVERY, WARM_UP, CLIP, ACCUMULATION, ROWS = 4, 2, 2, 0.5, 2, 2
+"""EVERY: so many steps evaluates and saves a run."""
 ON_CPU: dict[str, Any] = dict(use_cpu=True)
 QUIET: dict[str, Any] = dict(use_cpu=True, report_to=[], disable_tqdm=True, remove_unused_columns=False)
 COMMON: dict[str, Any] = dict(
@@ -72,7 +73,7 @@ def whole(ranks: RankPool, models: dict[str, Path], tmp_path_factory: pytest.Tem
         settings = {**data, **COMMON, **layout, "router_aux_loss_coef": 0.02}
         flags = " ".join(f"--{key} {value[0] if isinstance(value, list) else value}" for key, value in settings.items())
         runs = Runs(ranks, models[family], directory / "train.jsonl", directory)
-        ended = runs(world_size, f"{flags} --eval_steps 3 --save_steps 0", name)
+        ended = runs(world_size, f"{flags} --eval_steps {EVERY} --save_steps 0", name)
         return models[family], world_size, settings | ON_CPU, ended
 
     return made
@@ -119,9 +120,9 @@ def own_loop(model: Path, settings: dict[str, Any], out: Path) -> list[dict[str,
         norm = engine.clip()
         engine.update(found)
         logs.append({"step": number, "loss": found.loss, "grad_norm": norm})
-        if number in (3, STEPS):
+        if number in (EVERY, STEPS):
             logs.append({"step": number, "eval_loss": engine.evaluate([collated(mine[:2]), collated(mine[2:])]).loss})
-        if number == 3:
+        if number == EVERY:
             saved = engine.save(out / "saved")
             assert engine.resume(out / "saved") == saved, "to where it is already"
     engine.export(out / "model")
@@ -157,8 +158,8 @@ def with_trainer(
     rows = [row for step in steps for micro in step for rank in micro for row in rank]
     watch = Watch(kill)
     arguments: dict[str, Any] = dict(
-        **COMMON, **QUIET, output_dir=str(out), logging_steps=1, bf16=False, eval_strategy="steps", eval_steps=3,
-        save_steps=3, dataloader_pin_memory=False, gradient_checkpointing=False,
+        **COMMON, **QUIET, output_dir=str(out), logging_steps=1, bf16=False, eval_strategy="steps", eval_steps=EVERY,
+        save_steps=EVERY, dataloader_pin_memory=False, gradient_checkpointing=False,
     )  # fmt: skip
     given: dict[str, Any] = dict(
         model=engine,
@@ -185,7 +186,7 @@ def with_trainer(
         tokenizer = AutoTokenizer.from_pretrained(model)
         trainer = OurSFT(args=trl.SFTConfig(**arguments), processing_class=tokenizer, **given)
     try:
-        trainer.train(resume_from_checkpoint=str(out / "checkpoint-3") if resume else None)
+        trainer.train(resume_from_checkpoint=str(out / f"checkpoint-{EVERY}") if resume else None)
     except Killed:
         return watch.logs
     trainer.save_model(str(out / "model"))
@@ -214,10 +215,10 @@ def test_loop_of_ones_own(whole: Whole, ranks: RankPool, tmp_path: Path, name: s
 def test_transformers_trainer(whole: Whole, ranks: RankPool, tmp_path: Path, name: str) -> None:
     """Killed after its checkpoint and resumed, it ends with the same bits."""
     model, world_size, settings, expected = whole(name)
-    first = ranks.run(with_trainer, world_size, "transformers", model, settings, tmp_path, kill=4)[0]
-    assert [row["step"] for row in first if "loss" in row] == [1, 2, 3]
+    first = ranks.run(with_trainer, world_size, "transformers", model, settings, tmp_path, kill=EVERY + 1)[0]
+    assert [row["step"] for row in first if "loss" in row] == [1, 2]
     rest = ranks.run(with_trainer, world_size, "transformers", model, settings, tmp_path, resume=True)[0]
-    assert rest[0]["step"] == 4
+    assert rest[0]["step"] == EVERY + 1
     assert_same_run([*first, *rest], expected, tmp_path / "model")
     if "adapter" not in settings:
         assert AutoModelForCausalLM.from_pretrained(tmp_path / "model") is not None

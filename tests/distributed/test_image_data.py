@@ -1,4 +1,4 @@
-"""Data files with images through train_ep.py: the losses of five steps are those of a loop of transformers' own class,
+"""Data files with images through train_ep.py: the losses of three steps are those of a loop of transformers' own class,
 with the family's own processor, whatever form the records have."""
 
 import json
@@ -24,7 +24,7 @@ from tests.rounding import near
 from tests.tiers import tiered
 from tests.tiny import save_tokenizer
 
-STEPS = 5
+STEPS = 3
 RATE = 1e-3
 FLAGS = (
     f"--images --train-vision tower projector --max-steps {STEPS} --learning-rate {RATE} --weight-decay 0 "

@@ -14,8 +14,12 @@ from torch.nn import ModuleList
 
 import expertmesh
 from expertmesh.checkpoints.__main__ import main as verify
+from expertmesh.checkpoints.hf.source import open_source
 from expertmesh.moe.hf_model.families import families_with_plan
+from expertmesh.moe.hf_model.image_costs import image_flops
 from expertmesh.sharding.parallelize import tower
+from expertmesh.training.config.train_config import make_config
+from expertmesh.training.engine.assembly import assemble
 from expertmesh.training.steps.generate import generate
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import in_full
@@ -65,12 +69,17 @@ def rows_of(engine: Any, samples: Sequence[ImageSample]) -> list[list[list[Image
 
 
 def ours(path: Path, settings: dict[str, Any], samples: Sequence[ImageSample]) -> Any:
+    """(what a forward and backward gave, gradients, the number of FSDP units in the tower)."""
     engine = expertmesh.load(str(path), **{**ON_CPU, "images": True, "train_vision": BOTH, **settings})
     batches = [collated(engine.model, rows) for rows in rows_of(engine, samples)]
     before = engine.evaluate(batches)
     result = engine.forward_backward(batches)
     assert before.loss == near(result.loss)
-    return result, in_full({name: p.grad for name, p in engine.model.named_parameters() if p.grad is not None})
+    grads = in_full({name: p.grad for name, p in engine.model.named_parameters() if p.grad is not None})
+    units = sum(isinstance(part, FSDPModule) for name, part in engine.model.named_modules() if is_vision(name))
+    if units and not engine.config.packing and engine.config.cp_size == engine.config.pp_size == 1:
+        assert [len(each) for each in generate(engine.model, [[5, 6, 7], [8, 9]], 2, [], engine.ranks)] == [2, 2]
+    return result, grads, units
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +90,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
         if family not in made:
             made[family] = tmp_path_factory.mktemp(family) / "model", image_model(family)
             made[family][1].save_pretrained(made[family][0])
+            # which is kept: else all ranks find it out at the same time
+            config = make_config({"model": str(made[family][0]), "images": True, "train_vision": BOTH, **ON_CPU})
+            source = open_source(made[family][0]).seeing_images()
+            image_flops(assemble(config, source, "cpu").model)
         return made[family]
 
     return model_of
@@ -122,10 +135,10 @@ def test_with_any_layout(family: str, layout: str, ranks: RankPool, models: Any)
     wanted = answer(model, samples)
     world_size, settings = LAYOUTS[layout]
     found = ranks.run(ours, world_size, path, settings, samples)
-    assert all(result.loss == near(wanted.loss) for result, _ in found)
+    assert all(result.loss == near(wanted.loss) for result, _, _ in found)
     patches = [len(each.pixels) for sample in samples for each in sample.pictures]
     counted = (len(patches), sum(patches), sum(number**2 for number in patches))
-    assert {result.of_images for result, _ in found} == {counted}
+    assert {result.of_images for result, _, _ in found} == {counted}
     assert_gradients(found[0][1], model, wanted.grads)
 
 
@@ -139,15 +152,6 @@ def in_units(job: Any, *args: Any) -> Any:
         return job(*args)
 
 
-def units_of_towers(path: Path, settings: dict[str, Any]) -> int:
-    """How many there are; generation, in which no rank has an image, does not need them."""
-    engine = expertmesh.load(str(path), **{**ON_CPU, "images": True, **settings})
-    model = engine.model
-    if not engine.config.packing and engine.config.cp_size == 1:
-        assert [len(each) for each in generate(model, [[5, 6, 7], [8, 9]], 2, [], engine.ranks)] == [2, 2]
-    return sum(isinstance(part, FSDPModule) for name, part in model.named_modules() if is_vision(name))
-
-
 UNITS_QUICK = [("qwen3_vl_moe", "4 ep 2")]
 UNITS_REST = [("qwen3_vl_moe", layout) for layout in IN_UNITS if layout != "4 ep 2"]
 UNITS_REST += [(family, "4 ep 2") for family in FAMILIES if family != "qwen3_vl_moe"]
@@ -157,17 +161,18 @@ UNITS_REST += [(family, "4 ep 2") for family in FAMILIES if family != "qwen3_vl_
     ("family", "layout"), tiered(UNITS_QUICK, UNITS_REST[::3], UNITS_REST[1::3] + UNITS_REST[2::3])
 )
 def test_a_large_tower_is_sharded_by_block(family: str, layout: str, ranks: RankPool, models: Any) -> None:
-    """Each of its blocks is a unit, which all ranks gather, those without images too; loss and gradients stay."""
+    """Each of its blocks is a unit, which all ranks gather, those without images too; loss and gradients stay.
+    Generation, in which no rank has an image, does not need them."""
     path, model = models(family)
     samples = samples_of(model)
     wanted = answer(model, samples)
     world_size, settings = IN_UNITS[layout]
     found = ranks.run(in_units, world_size, ours, path, settings, samples)
-    assert all(result.loss == near(wanted.loss) for result, _ in found)
+    assert all(result.loss == near(wanted.loss) for result, _, _ in found)
     assert_gradients(found[0][1], model, wanted.grads, tuple(settings.get("train_vision", BOTH)))
     if settings.get("pp_size") is None:
         lists = [len(part) for name, part in model.named_modules() if is_vision(name) and isinstance(part, ModuleList)]
-        assert ranks.run(in_units, world_size, units_of_towers, path, settings)[0] == max(lists)
+        assert {units for _, _, units in found} == {max(lists)}
 
 
 def trained_on(path: Path, out: Path, settings: dict[str, Any], samples: Sequence[ImageSample]) -> Any:

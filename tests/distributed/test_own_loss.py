@@ -195,12 +195,12 @@ def test_the_check_allows_rounding_and_nothing_else(family: str) -> None:
     for seed in range(2):
         check(as_of_ranks(*answer(seed, nudged=bool(seed))), answer(100 + seed))
     loss, figures, grads, logprobs = answer(0)
-    scaled = answer(0, scale=1.001)
+    scaled, wanted = answer(0, scale=1.001), answer(100)
     for place in range(4):
         one_wrong = [loss, figures, grads, logprobs]
         one_wrong[place] = scaled[place]
         with pytest.raises(AssertionError):
-            check(as_of_ranks(*one_wrong), answer(100))
+            check(as_of_ranks(*one_wrong), wanted)
 
 
 def by_token(logprobs_N: Tensor, batch: LossBatch) -> Tensor:

@@ -9,7 +9,9 @@ import pytest
 
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
 from expertmesh.sharding.topology import Topology
-from expertmesh.training.cluster.commands import main as sharding_main
+from expertmesh.training.config.train_config import parse_config
+from expertmesh.training.planning.planner.forecasts import Forecasts
+from expertmesh.training.planning.planner.model_config import find_config
 from tests.checkpoints.test_encodings import SOURCES
 from tests.distributed.pool import RankPool
 from tests.distributed.test_checkpoints import round_trip
@@ -85,7 +87,7 @@ def test_a_resumed_run_takes_what_it_is_told_or_the_default(runs: Runs, tmp_path
     assert f"pipeline: 4 stages of 1, 1, 1 and 1 {default}" in ended.printed
 
 
-def test_a_run_has_the_stages_of_its_dry_run(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_has_the_stages_of_its_dry_run(runs: Runs) -> None:
     """Where both leave them open: those that balance floating point operations, with a head that takes as many as
     several layers."""
     runs = runs.of(num_hidden_layers=7, vocab_size=2048)
@@ -93,6 +95,6 @@ def test_a_run_has_the_stages_of_its_dry_run(runs: Runs, capsys: pytest.CaptureF
     ended = runs(2, f"{flags} --learning-rate 1e-3 --max-steps 1 --save-steps 0 --no-export")
     ((counts, schedule),) = re.findall(r"pipeline: 2 stages of (\d and \d) layers \(.*\); ([\w-]+), ", ended.printed)
     assert (counts, schedule) == ("6 and 1", "1f1b")
-    assert sharding_main(["rehearse", "--model", str(runs.model), "--gpus", "2", *flags.split(), "--json"]) == 0
-    (account,) = json.loads(capsys.readouterr().out)
-    assert account["stages"] == "stage 1 (layers 0 to 5) of 2"
+    file = find_config(str(runs.model))
+    config = parse_config(["--model", str(runs.model), "--dataset", str(runs.data), *flags.split()])
+    assert Forecasts(file.content, file.load).with_stages(config).pipeline_layers == "6,1"

@@ -149,7 +149,7 @@ def test_outside_the_main_thread(runs: Runs) -> None:
 
 
 BEFORE = {
-    "tokenizing": "--task dpo",
+    "tokenizing": "--task dpo --per-device-eval-batch-size 100",
     "forecast": "",
     "teacher": "--teacher {model} --per-device-eval-batch-size 4",
     "loading": "",

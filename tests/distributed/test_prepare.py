@@ -60,7 +60,7 @@ def test_all_samples_have_the_date_on_which_the_run_began(runs: Runs, tmp_path: 
     """On every node, also where one is in the next day; and when it is resumed on another day."""
     clock = "{{ '<s>' + strftime_now('%Y-%m-%d') }}{% for m in messages %}{{ m.role + m.content + '</s>' }}{% endfor %}"
     (tmp_path / "clock.jinja").write_text(clock)
-    flags = f"--chat-template {tmp_path / 'clock.jinja'} --global-batch-size 4 --save-steps 2 --resume auto"
+    flags = f"--chat-template {tmp_path / 'clock.jinja'} --global-batch-size 4 --save-steps 2 --no-export --resume auto"
     run = runs(2, f"{flags} --max-steps 2", call=tell_on, given=[["2026-02-28", "2026-03-01"]])
     assert "all samples have the date 2026-02-28" in run.printed
     assert "already finished" in runs(1, f"{flags} --max-steps 2", call=tell_on, given=[["2031-01-02"]]).printed

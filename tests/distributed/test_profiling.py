@@ -1,8 +1,6 @@
 """--profile on ranks: the files, what stands in them, and that training does not notice."""
 
-import contextlib
 import gzip
-import io
 import json
 import re
 import shutil
@@ -13,30 +11,20 @@ from unittest import mock
 import pytest
 import torch
 
-from expertmesh import train_ep
 from expertmesh.sharding.runtime.preemption import StopRequest
 from expertmesh.sharding.torchrun import STOPPED
 from expertmesh.training.report.profiles import BETWEEN
 from tests.distributed.pool import RankPool
-from tests.distributed.whole_runs import read
-from tests.flags import last_of_each
+from tests.distributed.whole_runs import read, tell
 
 STEPS = 4
-
-
-def run_telling(argv: list[str]) -> tuple[int, str, str]:
-    """(exit code, standard output, standard error) of train_ep.py on this rank."""
-    out, errors = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(out):
-        code = train_ep.main(last_of_each(argv))
-    return code, out.getvalue(), errors.getvalue()
 
 
 def run(ranks: RankPool, world_size: int, model: Path, data: Path, out: Path, *flags: str) -> str:
     """Train and export at ep 2; what rank 0 says."""
     argv = ["--model", str(model), "--dataset", str(data), "--output-dir", str(out), "--use-cpu", "--ep-size", "2"]
     argv += ["--per-device-train-batch-size", "4", "--max-steps", str(STEPS), "--learning-rate", "1e-3", *flags]
-    results = ranks.run(run_telling, world_size, argv, join_group=False)
+    results = ranks.run(tell, world_size, argv, join_group=False)
     assert [code for code, _, _ in results] == [0] * world_size, results
     return str(results[0][1])
 
@@ -178,9 +166,9 @@ def test_what_comes_between_two_steps_is_not_profiled(
 
 
 def run_stopped(argv: list[str]) -> tuple[int, str, str]:
-    """`run_telling`, stopped as if by a signal after two steps."""
+    """`tell`, stopped as if by a signal after two steps."""
     with mock.patch.object(StopRequest, "is_asked", side_effect=[False, True]):
-        return run_telling(argv)
+        return tell(argv)
 
 
 @pytest.mark.release
@@ -210,6 +198,6 @@ def test_steps_and_ranks_that_are_not_there(ranks: RankPool, tiny_model: Path, t
         (["--max-steps", "3", "--profile", "3-4"], "--profile 3-4: there is no step 4: the run has 3"),
         (["--profile", "1", "--profile-ranks", "2"], "--profile-ranks 2: the ranks are 0 to 1"),
     ):
-        for code, _, errors in ranks.run(run_telling, 2, [*argv, *flags], join_group=False):
+        for code, _, errors in ranks.run(tell, 2, [*argv, *flags], join_group=False):
             assert code == 2
             assert not errors or told in errors

@@ -252,7 +252,7 @@ def queueing_lacking(argv: list[str]) -> Told:
 )
 def test_the_host_waits_once_a_step_and_once_a_moe_layer(family: str, more: dict[str, Any]) -> None:
     """Of several micro-batches a dry run has one."""
-    layers = 3
+    layers = 2
     common: dict[str, Any] = {"bf16": True, "ep_size": 4, "per_device_train_batch_size": 1, "max_seq_length": 64}
     config = TrainConfig(model="-", dataset=["-"], **common, **more)
     found = rehearse(Asked(config, 8, CLUSTER), tiny_config(family, num_hidden_layers=layers))

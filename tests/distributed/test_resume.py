@@ -91,6 +91,7 @@ def of_deepseek(path: Path) -> None:
 
 MODELS: dict[str, Callable[[Path], None]] = {
     "mixtral": of_mixtral,
+    "shallow": lambda path: of_mixtral(path, num_hidden_layers=2),
     "tied": lambda path: of_mixtral(path, tie_word_embeddings=True),
     "noise": lambda path: of_mixtral(path, router_jitter_noise=0.1, attention_dropout=0.1),
     "deepseek": of_deepseek,
@@ -136,7 +137,7 @@ KINDS_OF_STATE = {
 }
 RESUMED = tiered(
     # model, layout before, layout after, kind of state
-    quick=[("mixtral", SQUARE, Layout(ep=4), "")],
+    quick=[("shallow", SQUARE, Layout(ep=4), "")],
     slow=[
         ("noise", Layout(ep=2), Layout(ep=2), ""),
         *(("mixtral", before, after, "") for before, after in [(SQUARE, ONE), (STAGES, HEADS), (POSITIONS, STAGES)]),

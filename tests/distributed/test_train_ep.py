@@ -32,6 +32,7 @@ from tests.distributed.whole_runs import (
     read,
     run_main,
     tell,
+    without_forecast,
 )
 from tests.flags import last_of_each
 from tests.tiers import tiered
@@ -70,7 +71,7 @@ def unread(argv: list[str]) -> Told:
     read_end, write_end = os.pipe()
     os.close(read_end)
     with contextlib.redirect_stderr(io.StringIO()) as errors, os.fdopen(write_end, "w") as stream:
-        with contextlib.redirect_stdout(stream):
+        with contextlib.redirect_stdout(stream), without_forecast():
             code = train_ep.main(last_of_each(argv))
         return code, "", errors.getvalue()
 

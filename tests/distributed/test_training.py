@@ -66,6 +66,7 @@ def test_before_the_first_step(chats: Runs) -> None:
     is the same."""
     common = f"--ep-size 2 --max-steps 2 --learning-rate 1 --eval-dataset {chats.data}"
     flags = f"{common} --eval-on-start --generate-steps 2 --load-best-model-at-end --save-steps 2"
+    flags += " --generate-max-new-tokens 4"
     ended = chats(2, flags)
     begun, trained = ended.lines("eval_loss")
     assert (begun["step"], trained["step"]) == (0, 2)

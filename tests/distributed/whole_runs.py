@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -37,9 +38,14 @@ Told = tuple[int, str, str]
 
 
 def tell(argv: list[str]) -> Told:
-    """train_ep.py on this rank, without the forecast of its memory: a tiny run's costs as much as its steps."""
-    with mock.patch.object(run, "forecast_memory", return_value=Forecast("this test does not look at it")):
+    """train_ep.py on this rank, without the forecast of its memory."""
+    with without_forecast():
         return tell_with_forecast(argv)
+
+
+def without_forecast() -> AbstractContextManager[object]:
+    """A tiny run's costs several times as much as its steps."""
+    return mock.patch.object(run, "forecast_memory", return_value=Forecast("this test does not look at it"))
 
 
 def tell_with_forecast(argv: list[str]) -> Told:

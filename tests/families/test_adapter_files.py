@@ -1,8 +1,6 @@
 """Adapters of whole runs: what a run writes is what PEFT computes with, and a run begins from what PEFT writes, is
 resumed, and refuses what does not belong together. checkpoints/test_peft_format.py has the format itself."""
 
-import contextlib
-import io
 import json
 import shutil
 from collections import defaultdict
@@ -17,7 +15,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 import expertmesh
-from expertmesh import train_ep
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
 from expertmesh.checkpoints.adapters.initial import load_adapter, read_adapter
 from expertmesh.checkpoints.files.dtypes import Array
@@ -320,16 +317,16 @@ def test_broken_adapters_are_named(runs: Runs, models: dict[str, Path], tmp_path
 def _begins(by_command: bool, model: Path, data: Path, out: Path, more: dict[str, Any]) -> str:
     """What is said of a run that may read no weight of the base."""
     settings: dict[str, Any] = {"lora_rank": RANK, "lora_alpha": ALPHA, "init_adapter": str(out / "adapter"), **more}
-    loads = mock.patch.object(assembly, "load_model", side_effect=AssertionError("weights are read"))
-    with loads, contextlib.redirect_stderr(io.StringIO()) as told:
+    with mock.patch.object(assembly, "load_model", side_effect=AssertionError("weights are read")):
         if by_command:
             argv = ["--model", str(model), "--dataset", str(data), "--output-dir", str(out / "more"), "--use-cpu"]
             argv += ["--adapter", "lora", "--max-steps", "1"]
             for name, value in settings.items():
                 argv += [f"--{name}"]
                 argv += [] if value is True else map(str, value if isinstance(value, list) else [value])
-            assert train_ep.main(argv) == 2
-            return told.getvalue()
+            code, told = run_main(argv)
+            assert code == 2
+            return told
         with pytest.raises(ExpertMeshError) as error:
             expertmesh.load(str(model), use_cpu=True, adapter="lora", **settings)
         return str(error.value)

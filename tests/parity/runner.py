@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import ours
+from tests.distributed.reference import assembled, config_of, ours
 from tests.encoded import save_mxfp4
 from tests.parity.case import Case, Figures, hf_model
 from tests.parity.compare import assert_same
@@ -32,6 +32,8 @@ class Runner:
     def run(self, row: Row) -> Figures:
         topology, checks_replicas = row.topology, row.topology.pp_size > 1
         path = self.saved(row.case)
+        if topology.world_size > 1:
+            assembled(path, config_of(row.case, topology), row.case.kernel)
         results = self.ranks.run(ours, topology.world_size, path, topology, row.case, row.within, checks_replicas)
         found: Figures = results[0]
         return found

@@ -329,7 +329,8 @@ BIAS: dict[str, Any] = {"router_bias_update_rate": 0.01, "family": "glm4_moe", "
 NEAR_BF16_TIED = Tolerance(1e-2, after=1e-2, grads=1e-2, weights=1e-2, moved=0.02)
 """Gradients are summed up in bf16 too."""
 STAGES: list[Row] = [
-    *stages("interleaved", "4 ep 2 pp 2", INTERLEAVED, **FULL),
+    *stages("interleaved", "2 pp 2", INTERLEAVED, **FULL),
+    *stages("interleaved", "4 ep 2 pp 2, slow", INTERLEAVED, **FULL),
     *stages("interleaved, 8 layers", "4 pp 4, release", INTERLEAVED, changes={"num_hidden_layers": 8}),
     *stages(
         "interleaved, 3 micro-batches", "2 pp 2, slow", INTERLEAVED, accumulation=3, router_aux_loss_per_layer=True

@@ -9,7 +9,7 @@ from typing import Any
 
 import transformers
 
-from ...moe.transformers_private import mentions
+from ...moe.transformers_private import looked_up, mentions
 
 _ENTRIES = ("__init__", "train", "evaluate", "predict", "save_model")
 """What users call of a Trainer that trains; all else is called by these."""
@@ -66,8 +66,9 @@ def _called(kind: type) -> set[str]:
         for base in kind.__mro__:
             function = _function(vars(base).get(name))
             if function is not None:
-                ahead += [other for other in names if mentions(function, other)]
-                if not mentions(function, "super"):
+                found = looked_up(function)
+                ahead += names & found
+                if "super" not in found:
                     break
     return called
 
