@@ -7,7 +7,7 @@ import pytest
 from tests.distributed.pool import RankPool
 from tests.fuzz.fuzz import mechanisms_of, run_seeds
 
-SECONDS, SHARES = 2.0, 1
+SECONDS, SHARES = 6.0, 1
 """Of `make test`: of each of so many parts that may run at once."""
 SECONDS_OF_REST, SHARES_OF_REST = 30.0, 3
 FIRST_OF_REST = 1000

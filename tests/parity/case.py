@@ -16,7 +16,7 @@ from tests.families.configs import tiny_model
 from tests.parity.reference import MAX_GRAD_NORM as MAX_GRAD_NORM
 from tests.tiny import tiny_mixtral
 
-STEPS = 2
+STEPS = 3
 
 
 @dataclass(frozen=True)
