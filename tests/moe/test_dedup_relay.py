@@ -17,6 +17,7 @@ from expertmesh.moe.dispatch.dedup_relay import (
     SumAndReturn,
 )
 from expertmesh.moe.dispatch.permute import ExpertOrder, WeightsToRows, expert_order, first_rows
+from expertmesh.moe.kernels.gathered_rows import GatheredRows
 
 T, D, K, E = 7, 5, 3, 4
 
@@ -61,8 +62,34 @@ def once(num_tokens: int, padding: int) -> tuple[ExpertOrder, int]:
     return order_of(torch.where(is_kept_T, 0, E)[:, None]), num_tokens - padding
 
 
+def computed(rows_RD: Tensor, expert_R: Tensor) -> Tensor:
+    return torch.tanh(rows_RD * (expert_R[:, None] + 1))
+
+
+class Gathering(torch.autograd.Function):
+    """`computed` of rows that are gathered, and weighed."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_UD: Tensor, weights_R: Tensor, expert_R: Tensor, gathered: GatheredRows) -> Tensor:
+        ctx.gathered = gathered
+        ctx.save_for_backward(rows_UD, weights_R, expert_R, token_R := gathered.take("token_R"))
+        return computed(rows_UD[token_R], expert_R) * weights_R[:, None]
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
+        rows_UD, weights_R, expert_R, token_R = ctx.saved_tensors
+        assert grad_RD.untyped_storage().nbytes() == grad_RD.element_size()  # a placeholder
+        inputs = rows_UD[token_R].requires_grad_(), weights_R.detach().requires_grad_()
+        with torch.enable_grad():
+            done_RD = computed(inputs[0], expert_R) * inputs[1][:, None]
+        grad_UD = ctx.gathered.take("grad_sums_UD")
+        grad_rows_RD, grad_R = torch.autograd.grad(done_RD, inputs, grad_UD[token_R])
+        ctx.gathered.put("grad_rows_RD", grad_rows_RD)
+        return grad_UD.new_zeros(()).expand(rows_UD.shape), grad_R, None, None
+
+
 def through_relays(
-    x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, padding: int, is_relayed: bool, is_weighed: bool
+    x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, padding: int, is_relayed: bool, how: str
 ) -> Tensor:
     order, num_rows = once(T, padding)
     exchange: Any = Loopback(num_rows)
@@ -73,13 +100,18 @@ def through_relays(
         onward = Loopback(num_rows)
         arriving = Relay.apply(arriving, first, 0, second, onward, x_TD.dtype)
     spread = order_of(experts_TK[:num_rows])
-    rows_RD = ArriveAndSpread.apply(arriving, onward, 0, spread, x_TD.dtype)
+    gathered = GatheredRows() if how == "gathered" else None
+    rows_RD = ArriveAndSpread.apply(arriving, onward, 0, spread, x_TD.dtype, gathered)
     expert_R = experts_TK[:num_rows].flatten()[spread.source_n]
-    done_RD = torch.tanh(rows_RD * (expert_R[:, None] + 1))
     weights_UK: Tensor | None = weights_TK[:num_rows]
-    if is_weighed:
-        done_RD, weights_UK = done_RD * WeightsToRows.apply(weights_UK, spread)[:, None], None
-    token = SumAndReturn.apply(done_RD, weights_UK, spread, onward, 0, x_TD.dtype)
+    weights_R = WeightsToRows.apply(weights_UK, spread)
+    if how == "gathered":
+        done_RD, weights_UK = Gathering.apply(rows_RD, weights_R, expert_R, gathered), None
+    elif how == "weighed":
+        done_RD, weights_UK = computed(rows_RD, expert_R) * weights_R[:, None], None
+    else:
+        done_RD = computed(rows_RD, expert_R)
+    token = SumAndReturn.apply(done_RD, weights_UK, spread, onward, 0, x_TD.dtype, gathered)
     if is_relayed:
         token = RelayBack.apply(token, onward, second, first, 0, x_TD.dtype)
     out_TD: Tensor = Combine.apply(first, order, x_TD.dtype, token)
@@ -101,14 +133,14 @@ def by_loop(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, padding: int) 
 
 @pytest.mark.parametrize("padding", [0, 2])
 @pytest.mark.parametrize("is_relayed", [False, True], ids=["by rank", "by node"])
-@pytest.mark.parametrize("is_weighed", [False, True], ids=["", "weighed"])
-def test_results_and_gradients(is_relayed: bool, padding: int, is_weighed: bool) -> None:
+@pytest.mark.parametrize("how", ["", "weighed", "gathered"])
+def test_results_and_gradients(is_relayed: bool, padding: int, how: str) -> None:
     torch.manual_seed(0)
     experts_TK = torch.stack([torch.randperm(E + 1)[:K] for _ in range(T)])
     given = torch.randn(T, D, dtype=torch.double), torch.rand(T, K, dtype=torch.double)
     weights_TD = torch.randn(T, D, dtype=torch.double)
     found = []
-    for run in (partial(through_relays, is_relayed=is_relayed, is_weighed=is_weighed), by_loop):
+    for run in (partial(through_relays, is_relayed=is_relayed, how=how), by_loop):
         x_TD, weights_TK = (value.clone().requires_grad_() for value in given)
         out_TD = run(x_TD, weights_TK, experts_TK, padding)
         found.append([out_TD, *torch.autograd.grad((out_TD * weights_TD).sum(), (x_TD, weights_TK))])

@@ -222,8 +222,11 @@ def test_what_a_step_needs_is_the_same_by_every_kernel(
     assert needed == pytest.approx([needed[0]] * 3, rel=1e-9)
 
 
-def test_a_kernel_that_gathers_rows_leaves_them_where_they_are(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_kernel_that_gathers_rows_leaves_them_where_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Neither forward nor backward writes a row for each expert of a token, and fewer passes compute the activation."""
+    model = save_config(tmp_path, 2)
     flags = ["--gpus", "8", "--ep-size", "8", "--dispatch", "rank", "--bf16", "--expert-kernel"]
     given, gathered = (
         {part["name"]: part for part in accounts(model, capsys, *flags, kernel)[0]["parts"]}
