@@ -35,13 +35,18 @@ SHELL := /bin/bash
 
 install: $(VENV)/.installed
 
+# who only trains needs no linters, and no site
+$(VENV)/.tools: $(VENV)/.installed
+	$(PIP) --no-build-isolation --editable ".[lint,docs]" $(addprefix --constraint ,$(TESTED))
+	touch $@
+
 # torch first and alone: another package's range for it could pull in a newer build with gigabytes of CUDA.
 # MegaBlocks last and without its pins (torch < 2.7.1): no resolver could put it beside this torch. No part of
 # expertmesh needs it to import, so its failure is only told.
 $(VENV)/.installed: pyproject.toml Makefile $(TESTED)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) $(TORCH) "setuptools>=77" wheel numpy packaging
-	$(PIP) --no-build-isolation --editable ".[test,lint,docs]" $(addprefix --constraint ,$(TESTED))
+	$(PIP) --no-build-isolation --editable ".[test]" $(addprefix --constraint ,$(TESTED))
 	$(MAKE) --no-print-directory megablocks \
 		|| echo "make install: MegaBlocks could not be installed; expertmesh works without it" >&2
 	$(RUN) $(BIN)/python -c "$(IMPORTED)"
@@ -99,17 +104,17 @@ test-cuda-build:
 check: lint
 	$(RUN) $(PYTEST) -m "not processes and not slow and not release"
 
-lint: install
+lint: $(VENV)/.tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy | sed 's|^.package/expertmesh/||'
 	$(MKDOCS)
 
 # the site of docs/, in build/site; a broken link fails
-docs: install
+docs: $(VENV)/.tools
 	$(MKDOCS)
 
-format: install
+format: $(VENV)/.tools
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
