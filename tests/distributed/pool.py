@@ -120,8 +120,13 @@ class RankPool:
             self.close()
         self._grow(world_size)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        for rank in range(world_size):
-            self.workers[rank][1].send((function, args, kwargs, rank, world_size, store.port, join_group))
+        for rank, (process, connection) in enumerate(self.workers[:world_size]):
+            try:
+                connection.send((function, args, kwargs, rank, world_size, store.port, join_group))
+            except OSError:
+                # the next job is to find new ones
+                self.close()
+                raise RankFailure(f"rank {rank}: had ended before, with exit code {process.exitcode}") from None
         return self._collect(world_size, time.monotonic() + timeout)
 
     def _grow(self, world_size: int) -> None:
