@@ -1,7 +1,7 @@
 """Stands in for quack-kernels in a dry run, whatever is installed here: what its GEMMs read and write, and their FLOPs,
 for a recorder.
 
-Shape suffixes: those of `moe.kernels.quack`; M and K the widths of a GEMM's first operand, B its second.
+Arguments are named as in the package, but for a GEMM's operands: a, b, and before, what the activation was applied to.
 """
 
 from collections.abc import Iterator
