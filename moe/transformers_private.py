@@ -61,7 +61,7 @@ def _check_sample_search(kind: type) -> None:
     if find is None or list(inspect.signature(find).parameters) != ["position_ids"]:
         raise api_changed(f"masking_utils.{_SEARCH}(position_ids) is gone, or takes something else")
     others = [value for value in vars(masking_utils).values() if inspect.isfunction(value) and value is not find]
-    if not any(_mentions(inspect.unwrap(other).__code__, _SEARCH) for other in others):
+    if not any(mentions(other, _SEARCH) for other in others):
         raise api_changed(f"no function of masking_utils calls {_SEARCH} any more")
     for name, module in list(sys.modules.items()):
         is_theirs = name.startswith("transformers.") and module is not masking_utils
@@ -161,14 +161,14 @@ def _calls_checkpointing(kind: type) -> bool:
     methods = [vars(base).get(name) for base in kind.__mro__ for name in ("__call__", "forward")]
     # a decorated one calls it, or what it was made of does
     functions = [part for method in methods if inspect.isfunction(method) for part in (method, inspect.unwrap(method))]
-    return any(_mentions(function.__code__, _CHECKPOINT) for function in functions)
+    return any(_CHECKPOINT in _looked_up(function.__code__) for function in functions)
 
 
 def calls(kind: type, name: str) -> bool:
     """Whether the code of a class of modules, or that of a base class, looks up a global or an attribute of this name
     (but for what all modules have)."""
     own = (value for base in kind.__mro__ if base not in nn.Module.__mro__ for value in vars(base).values())
-    return any(_mentions(inspect.unwrap(value).__code__, name) for value in own if inspect.isfunction(value))
+    return any(mentions(value, name) for value in own if inspect.isfunction(value))
 
 
 def mentions(function: Callable[..., Any], name: str) -> bool:
@@ -185,10 +185,6 @@ def looked_up(function: Callable[..., Any]) -> frozenset[str]:
 def _looked_up(code: CodeType) -> frozenset[str]:
     """By a function, and by those defined in it."""
     return frozenset(code.co_names).union(*(_looked_up(c) for c in code.co_consts if isinstance(c, CodeType)))
-
-
-def _mentions(code: CodeType, name: str) -> bool:
-    return name in _looked_up(code)
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])

@@ -257,12 +257,13 @@ class _Part:
     def give_back(self, rows_RD: Tensor) -> Tensor:
         assert self._last is not None, "rows are given back once they have arrived"
         weights_UK, order = self._last
+        exchange, part = (self._of_rows, self.number) if self._hop is None else (self._hop[1], 0)
+        returned: Tensor = SumAndReturn.apply(
+            rows_RD, weights_UK, order, exchange, part, self.sum_dtype, self._gathered
+        )
         if self._hop is None:
-            return SumAndReturn.apply(
-                rows_RD, weights_UK, order, self._of_rows, self.number, self.sum_dtype, self._gathered
-            )
+            return returned
         hop_order, onward = self._hop
-        returned = SumAndReturn.apply(rows_RD, weights_UK, order, onward, 0, self.sum_dtype, self._gathered)
         return RelayBack.apply(returned, onward, hop_order, self._of_rows, self.number, self.sum_dtype)
 
 

@@ -145,10 +145,13 @@ class _Gemms:
         _package().gemm(y_UN.t(), x_RK, out=out_eKN.transpose(1, 2), **rows, **layout)
         return out_eKN
 
+    def _swiglu(self, token_R: Tensor | None) -> dict[str, Any]:
+        return {"activation": "swiglu", "cu_seqlens_m": self.bounds, "A_idx": token_R, "tuned": False}
+
     def gated(self, rows_UD: Tensor, gate_up_eGD: Tensor, token_R: Tensor | None) -> tuple[Tensor, Tensor]:
         """Gate and up, (R, G), and silu(gate) * up, (R, F), of rows that are gathered where `token_R` is given."""
-        how: dict[str, Any] = {"activation": "swiglu", "cu_seqlens_m": self.bounds, "A_idx": token_R, "tuned": False}
-        gate_up_RG, hidden_RF = _package().gemm_gated(rows_UD, gate_up_eGD.transpose(1, 2), concat_layout=("B",), **how)
+        how = self._swiglu(token_R) | {"concat_layout": ("B",)}
+        gate_up_RG, hidden_RF = _package().gemm_gated(rows_UD, gate_up_eGD.transpose(1, 2), **how)
         return gate_up_RG, hidden_RF
 
     def gated_backward(
@@ -156,7 +159,7 @@ class _Gemms:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Gradients of gate and up, (R, G), from the gradient of what w2 makes of silu(gate) * up times the row's
         weight, gathered where `token_R` is given; that, (R, F); and the weights' gradient."""
-        how: dict[str, Any] = {"activation": "swiglu", "cu_seqlens_m": self.bounds, "A_idx": token_R, "tuned": False}
+        how = self._swiglu(token_R)
         if weights_R is not None:
             how |= {"colvec_scale": weights_R, "colvec_reduce": True}
         d_gate_up_RG, hidden_RF, *more = _package().gemm_dgated(grad_UD, w2_eFD.transpose(1, 2), gate_up_RG, **how)

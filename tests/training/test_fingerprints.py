@@ -214,7 +214,7 @@ def test_every_setting_moves_what_it_declares(setting: Field[Any], tmp_path: Pat
         assert bool(said) == (Moves.BATCHES in moves)
 
     # as flags and as a file have it
-    content = {name: value for name, value in asdict(other).items() if value != train_config.DEFAULTS[name]}
+    content = {name: value for name, value in asdict(other).items() if value is not None}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
     words = [] if other.init_adapter else [flags_of_config(other), ["--config", str(tmp_path / "run.yaml")]]
     for spelled in map(parse_config, words):
