@@ -40,6 +40,19 @@ def command(first: list[float], other: list[float]) -> int:
     return benchmark.main(argparse.Namespace(json=None, rounds=1), [])
 
 
+def test_a_command_aborts_where_no_variant_finished(capsys: pytest.CaptureFixture[str]) -> None:
+    def start(*arguments: Any) -> Any:
+        raise ArmFailed("out of memory")
+
+    nothing: Any = None
+    benchmark = Benchmark(
+        "m", lambda arguments: [Arm("first")], lambda arguments, path: None, nothing, nothing, start=start
+    )
+    assert benchmark.main(argparse.Namespace(json=None, rounds=1), []) == 1
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("first gave no figures: out of memory\n", "aborted: no variant finished\n")
+
+
 @pytest.mark.parametrize("unlike", UNLIKE)
 def test_other_losses_abort(unlike: str, capsys: pytest.CaptureFixture[str]) -> None:
     for pair in (AGREE, UNLIKE[unlike]), (UNLIKE[unlike], AGREE):
